@@ -1,0 +1,301 @@
+from protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_FINISHED: _ClassVar[Outcome]
+    OUTCOME_KV_LOST: _ClassVar[Outcome]
+    OUTCOME_EVICTED: _ClassVar[Outcome]
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_FINISHED: Outcome
+OUTCOME_KV_LOST: Outcome
+OUTCOME_EVICTED: Outcome
+
+class Attempt(_message.Message):
+    __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _inference_pb2.SamplingParams
+    priority: _inference_pb2.Priority
+    waited_ms: int
+    fingerprint: str
+    tenant: str
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., waited_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class PrefillRunRequest(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class PrefillRunResponse(_message.Message):
+    __slots__ = ("accepted", "first_token", "finished")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    accepted: PrefillAccepted
+    first_token: PrefillFirstToken
+    finished: PrefillFinished
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ...) -> None: ...
+
+class PrefillAccepted(_message.Message):
+    __slots__ = ("epoch", "cached_tokens")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    cached_tokens: int
+    def __init__(self, epoch: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillFirstToken(_message.Message):
+    __slots__ = ("token", "cached_tokens", "queue_ms", "prefill_ms")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    token: DecodedToken
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    def __init__(self, token: _Optional[_Union[DecodedToken, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
+
+class PrefillFinished(_message.Message):
+    __slots__ = ("intact",)
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    intact: bool
+    def __init__(self, intact: _Optional[bool] = ...) -> None: ...
+
+class DecodedToken(_message.Message):
+    __slots__ = ("position", "token_id", "logprob", "top_logprobs")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    token_id: int
+    logprob: float
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprob]
+    def __init__(self, position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class KVSource(_message.Message):
+    __slots__ = ("worker_id", "address", "epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DecodeRunRequest(_message.Message):
+    __slots__ = ("attempt", "router_id", "source")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    router_id: str
+    source: KVSource
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
+
+class DecodeRunResponse(_message.Message):
+    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    finish_reason: _inference_pb2.FinishReason
+    matched_token_id: int
+    num_tokens: int
+    cached_tokens: int
+    kv_bytes: int
+    transport: str
+    queue_ms: float
+    transfer_ms: float
+    prefill_ms: float
+    detail: str
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("attempts",)
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptTokens]
+    def __init__(self, attempts: _Optional[_Iterable[_Union[AttemptTokens, _Mapping]]] = ...) -> None: ...
+
+class AttemptTokens(_message.Message):
+    __slots__ = ("attempt_id", "tokens")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    tokens: _containers.RepeatedCompositeFieldContainer[DecodedToken]
+    def __init__(self, attempt_id: _Optional[bytes] = ..., tokens: _Optional[_Iterable[_Union[DecodedToken, _Mapping]]] = ...) -> None: ...
+
+class FinishRequest(_message.Message):
+    __slots__ = ("attempt_id", "num_output_tokens")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    num_output_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+
+class FinishResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeEndSessionRequest(_message.Message):
+    __slots__ = ("session_key",)
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    def __init__(self, session_key: _Optional[bytes] = ...) -> None: ...
+
+class DecodeEndSessionResponse(_message.Message):
+    __slots__ = ("existed",)
+    EXISTED_FIELD_NUMBER: _ClassVar[int]
+    existed: bool
+    def __init__(self, existed: _Optional[bool] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("attempt_id", "epoch", "have_tokens", "transport", "layout")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    epoch: int
+    have_tokens: int
+    transport: str
+    layout: str
+    def __init__(self, attempt_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., have_tokens: _Optional[int] = ..., transport: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("first_block", "block_ids", "data")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("attempt_id", "epoch", "num_tokens")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    epoch: int
+    num_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("intact", "epoch", "num_tokens", "checksum", "first_token")
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    intact: bool
+    epoch: int
+    num_tokens: int
+    checksum: int
+    first_token: DecodedToken
+    def __init__(self, intact: _Optional[bool] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., checksum: _Optional[int] = ..., first_token: _Optional[_Union[DecodedToken, _Mapping]] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: str
+    def __init__(self, nonce: _Optional[str] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("worker_id", "epoch", "role", "model", "layout", "block_size", "block_bytes", "transports")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    role: _inference_pb2.WorkerRole
+    model: _inference_pb2.GetModelResponse
+    layout: str
+    block_size: int
+    block_bytes: int
+    transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., model: _Optional[_Union[_inference_pb2.GetModelResponse, _Mapping]] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
+
+class TransportOffer(_message.Message):
+    __slots__ = ("name", "parameters")
+    class ParametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    parameters: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("state", "epoch", "load")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    state: _inference_pb2.WorkerState
+    epoch: int
+    load: _inference_pb2.WorkerLoad
+    def __init__(self, state: _Optional[_Union[_inference_pb2.WorkerState, str]] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_evicted",)
+    NUM_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    num_evicted: int
+    def __init__(self, num_evicted: _Optional[int] = ...) -> None: ...
