@@ -1,0 +1,149 @@
+"""Device operations and nothing else: what a model needs from a device, one file per implementation.
+
+`Ops` is the contract, `reference.py` its specification in plain torch, and every other file here is named after the
+torch device type it serves; `load_ops` finds it by that name. Nothing here knows about models, requests or blocks'
+owners. Invariants: an op never keeps a tensor it was given beyond the call, except weights given to `prepare_linear`.
+
+The name clashes with the Hub package that is also imported as `kernels`, which `transformers` probes for when it is
+imported. Baton therefore does not depend on `transformers`, and a process that imports it must not have this folder on
+its path. If `kernels` turns out not to have `load_ops`, the foreign package was found first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the T packed tokens of B sequences stand and where their KV lies; one per step, the same for all layers.
+
+    The plain tuples repeat what the tensors say, so that a device need not be asked for what the host knew already.
+    """
+
+    query_starts: Tensor  # [B + 1] int32
+    """Sequence b owns packed rows query_starts[b] .. query_starts[b + 1] - 1; none is empty."""
+    context_lens: Tensor  # [B] int32
+    """KV positions of each sequence, this step's tokens included; those are the last ones."""
+    block_tables: Tensor  # [B, M] int32
+    """Block ids in order, padded with 0."""
+    slots: Tensor  # [T] int64
+    """block * block_size + offset: where each packed token's KV goes."""
+    positions: Tensor  # [T] int64
+    """Position of each packed token in its sequence."""
+    query_lens_list: tuple[int, ...]  # [B]
+    """Packed rows of each sequence."""
+    context_lens_list: tuple[int, ...]  # [B]
+    """As `context_lens`."""
+    block_size: int
+    """Token positions a block."""
+    plan: object = None
+    """What `Ops.plan_attention` worked out for this step; opaque to everyone else."""
+
+
+class Ops(ABC):
+    """The operations of one kind of device.
+
+    Each file here defines a concrete class `Ops` taking the `torch.device`. Tensors are float32, bfloat16 or float16
+    unless a comment says otherwise; sums, norms and softmax accumulate in float32 whatever the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        """Where all tensors given to the operations live."""
+
+    @abstractmethod
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> object:
+        """Takes over a weight [N, K] and bias [N] and returns them in the form that `linear` wants; called at load."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, prepared: object) -> Tensor:
+        """x [T, K] times a prepared weight, plus its bias: [T, N]."""
+
+    @abstractmethod
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of table [V, H] for token_ids [T] int64: [T, H]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., H], divided by its root mean square over the last dimension, times weight [H]. x may be strided."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(x + residual), x + residual)`; both inputs [T, H] may be overwritten."""
+
+    @abstractmethod
+    def rope_rows(self, positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, each [T, D / 2] float32, of positions [T] int64 times inverse_frequencies [D / 2] float32.
+
+        Called once a step; all layers use the result.
+        """
+
+    @abstractmethod
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Tensor:
+        """Rotates query [T, Hq, D] and key [T, Hkv, D], writes key and value to their slots, returns the query.
+
+        Element i of a head is paired with element i + D / 2 (the Hugging Face order). Query, key and value may be
+        views of one fused projection and may be overwritten; caches are [num_blocks, block_size, Hkv, D].
+        """
+
+    def plan_attention(self, metadata: AttentionMetadata) -> object:
+        """Whatever `paged_attention` would otherwise work out again in every layer; becomes `metadata.plan`."""
+        return None
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Causal attention of query [T, Hq, D] to each sequence's own context, read through its block table.
+
+        This step's KV is in the cache already. Query head h reads KV head h // (Hq / Hkv). With a window, a token
+        sees itself and the `window - 1` tokens before it. KV past a sequence's context never reaches the result, not
+        even if it is NaN. Returns [T, Hq, D], contiguous.
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, where gate_up [T, 2 I] holds the gate first: [T, I]."""
+
+
+def available_ops() -> list[str]:
+    """Names that `load_ops` accepts: the files of this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load_ops(device_type: str, index: int = 0) -> Ops:
+    """The operations in `kernels/<device_type>.py`; "reference" runs on the CPU.
+
+    Raises ValueError naming the known ones for a device type that has no file here.
+    """
+    if device_type not in available_ops():
+        raise ValueError(f"device {device_type!r} is not supported; supported are: {', '.join(available_ops())}")
+    module = importlib.import_module(f"{__name__}.{device_type}")
+    device = torch.device("cpu") if device_type in ("cpu", "reference") else torch.device(device_type, index)
+    ops = module.Ops(device)
+    if not isinstance(ops, Ops):
+        raise TypeError(f"kernels/{device_type}.py: class Ops does not derive from kernels.Ops")
+    return ops
