@@ -1,0 +1,128 @@
+"""How a process tells its supervisor what it is doing, and learns that the supervisor is gone.
+
+Owns `--status-fd`, an inherited stream socket whose other end only the supervisor holds. The child writes one JSON
+object a line; end of file means that the supervisor died, however it died, and the child then ends itself like after
+SIGTERM. A plain pipe or file will do for reports alone. Reports: {"state": "loading", "progress": 0.4, "detail":
+"weights"} · {"state": "listening", "address": "127.0.0.1:5"} · {"state": "ready"} · {"state": "draining"} ·
+{"state": "failed", "error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.errors import ConfigError
+
+State = Literal["starting", "loading", "listening", "ready", "draining", "failed"]
+ORPHAN_GRACE_S = 15.0
+"""How long an orphan may take to end in good order."""
+STATES: tuple[State, ...] = ("starting", "loading", "listening", "ready", "draining", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One line from a child."""
+
+    state: State
+    """What the child is doing."""
+    progress: float | None = None
+    """Part of the loading that is done, 0 to 1."""
+    detail: str = ""
+    """What is being loaded."""
+    address: str = ""
+    """Where the child listens, host:port."""
+    error: str = ""
+    """Why it failed, for people."""
+
+
+class StatusReporter:
+    """The child's end. Without a descriptor every call does nothing."""
+
+    def __init__(self, fd: int | None, on_orphaned: Callable[[], None] = end_orphan) -> None:
+        """Starts to watch for the supervisor's end where `fd` is a socket; `on_orphaned` runs in a thread.
+
+        ConfigError when `fd` is not open.
+        """
+        self._fd = fd
+        if fd is None:
+            return
+        try:
+            mode = os.fstat(fd).st_mode
+        except OSError as error:
+            raise ConfigError(f"--status-fd: {fd} is not an open descriptor ({error.strerror})") from None
+        os.set_inheritable(fd, False)
+        if stat.S_ISSOCK(mode):
+            threading.Thread(target=_watch, args=(fd, on_orphaned), name="supervisor-watch", daemon=True).start()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether somebody listens; if not, a failure is for standard error."""
+        return self._fd is not None
+
+    def loading(self, progress: float, detail: str) -> None:
+        """Loads `detail`, of which the part `progress` (0 to 1) is done."""
+        self._write({"state": "loading", "progress": round(progress, 3), "detail": detail})
+
+    def listening(self, address: str) -> None:
+        """Takes connections at `address` (host:port)."""
+        self._write({"state": "listening", "address": address})
+
+    def ready(self) -> None:
+        """Takes work."""
+        self._write({"state": "ready"})
+
+    def draining(self) -> None:
+        """Finishes what it has."""
+        self._write({"state": "draining"})
+
+    def failed(self, error: str) -> None:
+        """Cannot go on, because of `error`; the process exits next."""
+        self._write({"state": "failed", "error": error})
+
+    def _write(self, report: dict[str, object]) -> None:
+        if self._fd is None:
+            return
+        try:
+            os.write(self._fd, json.dumps(report).encode() + b"\n")
+        except ConnectionError:
+            self._fd = None  # Nobody listens any more; the watch decides what follows from that.
+
+
+def parse_report(line: str) -> Report:
+    """The report on a line; ValueError when it is none."""
+    content = json.loads(line)
+    if not isinstance(content, dict) or content.get("state") not in STATES:
+        raise ValueError(f"not a status report: {line!r}")
+    progress = content.get("progress")
+    return Report(
+        state=content["state"],
+        progress=None if progress is None else float(progress),
+        detail=str(content.get("detail", "")),
+        address=str(content.get("address", "")),
+        error=str(content.get("error", "")),
+    )
+
+
+def end_orphan() -> None:
+    """SIGTERM to this very process, so that it drains as usual, and an end by force if that takes too long."""
+    force = threading.Timer(ORPHAN_GRACE_S, os._exit, (1,))
+    force.daemon = True
+    force.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _watch(fd: int, on_orphaned: Callable[[], None]) -> None:
+    """Blocks until end of file. A thread, because the event loop may be busy loading a model for long."""
+    try:
+        while os.read(fd, 4096):
+            pass
+    except ConnectionError:
+        pass  # Reset instead of closed: the supervisor is gone all the same.
+    on_orphaned()
