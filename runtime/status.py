@@ -42,6 +42,14 @@ class Report:
     """Why it failed, for people."""
 
 
+def end_orphan() -> None:
+    """SIGTERM to this very process, so that it drains as usual, and an end by force if that takes too long."""
+    force = threading.Timer(ORPHAN_GRACE_S, os._exit, (1,))
+    force.daemon = True
+    force.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class StatusReporter:
     """The child's end. Without a descriptor every call does nothing."""
 
@@ -108,14 +116,6 @@ def parse_report(line: str) -> Report:
         address=str(content.get("address", "")),
         error=str(content.get("error", "")),
     )
-
-
-def end_orphan() -> None:
-    """SIGTERM to this very process, so that it drains as usual, and an end by force if that takes too long."""
-    force = threading.Timer(ORPHAN_GRACE_S, os._exit, (1,))
-    force.daemon = True
-    force.start()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _watch(fd: int, on_orphaned: Callable[[], None]) -> None:
