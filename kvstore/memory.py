@@ -1,0 +1,291 @@
+"""The bytes of a KV pool: an address range as large as the pool may ever get, of which a leading part is usable.
+
+Owns the mapping, the file behind it (`baton-kv-<pid>-<epoch>`, where readers on the same host find it) and that file's
+format: a header page, then the planes. It knows nothing of references or content, and nothing of torch.
+Invariants: bytes never move; in a file, blocks below `num_blocks` have their pages (a full file system is an error when
+growing, not a signal when writing); the file's lock is held as long as its owner lives, so an unlocked file is dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.layout import KVLayout
+from runtime.errors import BatonError
+
+Planes = npt.NDArray[np.uint8]
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+"""Where pool files go: memory, not a disk."""
+FILE_PREFIX = "baton-kv-"
+"""Names of pool files start so."""
+SECRET_BYTES = 32
+"""Size of a pool file's secret."""
+
+_HEADER_BYTES = 4096  # one page, so that the planes stay aligned
+_HEADER = struct.Struct(f"<8s{SECRET_BYTES}sQQ")  # magic, secret, ceiling, num_blocks
+_MAGIC = b"batonkv1"
+
+logger = logging.getLogger(__name__)
+
+
+class PoolMemoryFull(BatonError):
+    """There is no room for the blocks asked for."""
+
+    reason = "POOL_MEMORY_FULL"
+
+
+class PoolFileError(BatonError):
+    """Another worker's pool file is not there or is not what it should be."""
+
+    reason = "POOL_FILE"
+
+
+class PoolMemory:
+    """A pool's bytes: `planes` is uint8 [num_planes, ceiling, plane_block_bytes], C order."""
+
+    def __init__(self, layout: KVLayout, ceiling: int, *, shared_path: Path | None = None) -> None:
+        """Reserves address space for `ceiling` blocks; none is usable before `commit`.
+
+        With `shared_path` the bytes are a new file, mode 0600; its directory must exist. Raises OSError if the file
+        exists or cannot be made, or if the space cannot be reserved.
+        """
+        if ceiling < 1:
+            raise ValueError(f"ceiling: must be at least 1 block, got {ceiling}")
+        self.layout = layout
+        self.ceiling = ceiling
+        self.shared_path = shared_path
+        """The file; None when the bytes are this process's own."""
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        """Stands in the file's header: who knows it can read the file."""
+        self.num_blocks = 0
+        """Blocks that are usable: ids below this."""
+        self._fd: int | None = None
+        mapping = self._map(_file_bytes(layout, ceiling))
+        self._mapping: mmap.mmap | None = mapping
+        self.planes = _view_planes(mapping, layout, ceiling)
+        self._write_header(mapping)
+
+    @classmethod
+    def create(
+        cls,
+        layout: KVLayout,
+        ceiling: int,
+        initial_blocks: int,
+        *,
+        epoch: int,
+        directory: Path | None = DEFAULT_DIRECTORY,
+    ) -> PoolMemory:
+        """A pool with `initial_blocks` usable, in a file in `directory` if that works, else in this process's memory.
+
+        Why a file did not work is logged: it means that readers on this host cannot use shared memory. Files of dead
+        owners in the directory are removed first. `directory` None asks for no file. Raises PoolMemoryFull if there is
+        no memory at all.
+        """
+        if directory is not None:
+            path = directory / f"{FILE_PREFIX}{os.getpid()}-{epoch:x}"
+            try:
+                unlink_dead(directory)
+                memory = cls(layout, ceiling, shared_path=path)
+                try:
+                    memory.commit(initial_blocks)
+                except BaseException:
+                    memory.close()
+                    raise
+                return memory
+            except (OSError, PoolMemoryFull) as error:
+                logger.warning("no shared memory for the KV pool, so KV moves over the network: %s", error)
+        try:
+            memory = cls(layout, ceiling)
+        except OSError as error:
+            gib = layout.block_bytes * ceiling / 2**30
+            raise PoolMemoryFull(f"no room for a KV pool of {ceiling} blocks, {gib:.1f} GiB: {error}") from error
+        memory.commit(initial_blocks)
+        return memory
+
+    def commit(self, num_blocks: int) -> None:
+        """Makes the blocks below `num_blocks` usable; a smaller number than now changes nothing.
+
+        Raises PoolMemoryFull, with nothing changed and nothing kept, if the file system has no room.
+        """
+        if num_blocks > self.ceiling:
+            raise ValueError(f"num_blocks: at most the ceiling {self.ceiling}, got {num_blocks}")
+        if num_blocks <= self.num_blocks:
+            return
+        assert self._mapping is not None, "a closed pool has a ceiling of 0"
+        if self._fd is not None:
+            self._allocate_pages(self._fd, self._mapping, num_blocks)
+        self.num_blocks = num_blocks
+        self._write_header(self._mapping)
+
+    def close(self) -> None:
+        """Removes the file and gives up the bytes; they go when the last array or tensor over them goes."""
+        self._drop_file()
+        self.num_blocks = self.ceiling = 0
+        self.planes = self.planes[:, :0].copy()
+        self._mapping = None
+
+    def _map(self, num_bytes: int) -> mmap.mmap:
+        if self.shared_path is None:
+            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._fd = _create_locked(self.shared_path)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
+            return mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_SHARED)
+        except OSError:
+            self._drop_file()
+            raise
+
+    def _allocate_pages(self, fd: int, mapping: mmap.mmap, num_blocks: int) -> None:
+        ranges = _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
+        for index, (start, length) in enumerate(ranges):
+            try:
+                os.posix_fallocate(fd, start, length)
+            except OSError as error:
+                for done_start, done_length in ranges[: index + 1]:
+                    _give_back_pages(mapping, done_start, done_length)
+                wanted = (num_blocks - self.num_blocks) * self.layout.block_bytes
+                raise PoolMemoryFull(
+                    f"{self.shared_path}: no room for {num_blocks - self.num_blocks} more blocks, {wanted} bytes: "
+                    f"{error.strerror}"
+                ) from error
+
+    def _write_header(self, mapping: mmap.mmap) -> None:
+        _HEADER.pack_into(mapping, 0, _MAGIC, self.secret, self.ceiling, self.num_blocks)
+
+    def _drop_file(self) -> None:
+        if self._fd is None or self.shared_path is None:
+            return
+        self.shared_path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = None
+
+
+class SharedPool:
+    """Another worker's pool file, mapped read-only. `planes` as in PoolMemory."""
+
+    def __init__(self, path: Path, layout: KVLayout) -> None:
+        """Maps the file at `path`. Raises PoolFileError if there is none or it does not fit `layout`."""
+        self.layout = layout
+        if not path.name.startswith(FILE_PREFIX):
+            raise PoolFileError(f"{path}: not the name of a pool file")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise PoolFileError(f"{path}: {error.strerror}") from error
+        try:
+            self._map(path, fd)
+        finally:
+            os.close(fd)
+
+    def _map(self, path: Path, fd: int) -> None:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _HEADER_BYTES:
+            raise PoolFileError(f"{path}: not a pool file")
+        magic, secret, ceiling, _ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        if magic != _MAGIC:
+            raise PoolFileError(f"{path}: not a pool file")
+        expected = _file_bytes(self.layout, ceiling)
+        if ceiling < 1 or status.st_size != expected:
+            raise PoolFileError(f"{path}: {status.st_size} bytes, a pool of this layout and ceiling has {expected}")
+        self.secret: bytes = secret
+        """As in PoolMemory."""
+        self.ceiling: int = ceiling
+        """Blocks the file has space for."""
+        self._mapping = mmap.mmap(fd, expected, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self.planes = _view_planes(self._mapping, self.layout, ceiling)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have memory now; reading others could end the process, so nobody may."""
+        num_blocks: int = _HEADER.unpack_from(self._mapping, 0)[3]
+        return min(num_blocks, self.ceiling)
+
+
+def copy_blocks(source: Planes, source_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
+    """Copies blocks over all planes; both arrays are [num_planes, blocks, plane_block_bytes], ids already checked.
+
+    Neighbours that stay neighbours go in one copy, without the interpreter lock.
+    """
+    start = 0
+    for end in range(1, len(source_ids) + 1):
+        if (
+            end < len(source_ids)
+            and source_ids[end] == source_ids[end - 1] + 1
+            and destination_ids[end] == destination_ids[end - 1] + 1
+        ):
+            continue
+        length = end - start
+        first, to = source_ids[start], destination_ids[start]
+        destination[:, to : to + length] = source[:, first : first + length]
+        start = end
+
+
+def unlink_dead(directory: Path) -> list[Path]:
+    """Removes pool files whose owner is gone and answers them. Files it may not open are left to their user.
+
+    The lock is the proof, not the process id in the name: ids mean nothing across containers. A directory that does
+    not exist has no files.
+    """
+    removed: list[Path] = []
+    for path in sorted(directory.glob(f"{FILE_PREFIX}*")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            logger.debug("left %s alone: %s", path, error)
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:
+            logger.debug("left %s alone: its owner lives", path)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _create_locked(path: Path) -> int:
+    """Makes a file that no `unlink_dead` can take away: one may run between making and locking, so look again."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def _give_back_pages(mapping: mmap.mmap, start: int, length: int) -> None:
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # a page shared with a usable block stays
+    last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+def _view_planes(mapping: mmap.mmap, layout: KVLayout, ceiling: int) -> Planes:
+    count = layout.block_bytes * ceiling
+    flat = np.frombuffer(mapping, dtype=np.uint8, count=count, offset=_HEADER_BYTES)
+    return flat.reshape(layout.num_planes, ceiling, layout.plane_block_bytes)
+
+
+def _file_bytes(layout: KVLayout, ceiling: int) -> int:
+    return _HEADER_BYTES + layout.block_bytes * ceiling
+
+
+def _plane_ranges(layout: KVLayout, ceiling: int, first: int, end: int) -> list[tuple[int, int]]:
+    """Offset and length in the file of blocks `first` to `end - 1`, one range a plane."""
+    size = layout.plane_block_bytes
+    planes = range(layout.num_planes)
+    return [(_HEADER_BYTES + (plane * ceiling + first) * size, (end - first) * size) for plane in planes]
