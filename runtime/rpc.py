@@ -33,13 +33,13 @@ LOG = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Largest message taken or sent: a prompt of millions of token ids, far above the 1-4 MiB pieces that KV moves in."""
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A second process on the same port would get half of the connections; it must fail to start instead.
     ("grpc.so_reuseport", 0),
-    # A client may ping a silent call every 2 s; the library's own limit of 5 min would cut long prefills off.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
+    # Clients may ping a silent call every 2 s, with a margin; the library's limit of 5 min would cut long prefills off.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 3),
     # Finds callers that vanished without closing, so that their KV is freed.
@@ -57,9 +57,9 @@ class Server:
     """A gRPC server with health, reflection and rich errors. Create it inside the running event loop."""
 
     def __init__(self, options: Sequence[tuple[str, int | str]] = ()) -> None:
-        """`options` are channel arguments put after, and so above, SERVER_OPTIONS."""
+        """`options` are channel arguments that replace those of SERVER_OPTIONS or join them."""
         self.grpc: grpc.aio.Server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=[*SERVER_OPTIONS, *options]
+            interceptors=[ErrorInterceptor()], options=_merged(SERVER_OPTIONS, options)
         )
         self._health = HealthService()
         self._service_names: list[str] = []
@@ -106,10 +106,10 @@ def create_channel(
     """A channel to `address` (host:port) with a connection of its own.
 
     A peer that stops answering breaks the calls on it after at most `keepalive_time_s + keepalive_timeout_s`; the
-    time must be at least the 2 s that servers allow. `options` are further channel arguments.
+    time must be at least the 2 s that servers allow. `options` replace or join the channel arguments.
     """
     return grpc.aio.insecure_channel(
-        address, options=[*channel_options(keepalive_time_s, keepalive_timeout_s), *options]
+        address, options=_merged(channel_options(keepalive_time_s, keepalive_timeout_s), options)
     )
 
 
@@ -129,6 +129,13 @@ def channel_options(keepalive_time_s: float = 5.0, keepalive_timeout_s: float = 
         # Addresses are of this deployment; a web proxy named in the environment cannot reach them.
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+def _merged(
+    defaults: Sequence[tuple[str, int | str]], options: Sequence[tuple[str, int | str]]
+) -> list[tuple[str, int | str]]:
+    """Each argument once: of two the library takes the first."""
+    return list({**dict(defaults), **dict(options)}.items())
 
 
 def error_from_call(error: grpc.aio.AioRpcError) -> BatonError:
