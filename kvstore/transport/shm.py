@@ -2,7 +2,7 @@
 
 That both are on one host is proved and not inferred from names: the offer carries a keyed hash of the reader's nonce
 under the secret in the file's header, so a reader that can compute it reads the very file the owner writes.
-Offer: `path` of the pool file, `proof` in hex.
+Offer: `path` of the pool file, `layout` as the owner's fingerprint, `proof` in hex.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Transport(base.Transport):
         """As the base says; None for memory without a file."""
         if memory.shared_path is None:
             return None
-        return {"path": str(memory.shared_path), "proof": _proof(memory.secret, nonce)}
+        return {
+            "path": str(memory.shared_path),
+            "layout": memory.layout.fingerprint,
+            "proof": _proof(memory.secret, nonce),
+        }
 
     def serve(self, memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
         """One frame that names the blocks."""
@@ -74,9 +78,12 @@ class Transport(base.Transport):
 
     def connect(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> Reader:
         """Maps the file. Raises TransportError if it is not there, does not fit `layout`, or fails the proof."""
-        path, proof = offer_parameters.get("path", ""), offer_parameters.get("proof", "")
-        if not path or not proof:
-            raise TransportError("a shm offer needs the parameters path and proof")
+        missing = {"path", "layout", "proof"} - offer_parameters.keys()
+        if missing:
+            raise TransportError(f"shm: the offer lacks {', '.join(sorted(missing))}")
+        path, proof = offer_parameters["path"], offer_parameters["proof"]
+        if offer_parameters["layout"] != layout.fingerprint:
+            raise TransportError(f"KV layouts differ: {offer_parameters['layout']} there, {layout.fingerprint} here")
         try:
             pool = SharedPool(Path(path), layout)
         except PoolFileError as error:
