@@ -38,8 +38,9 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A second process on the same port would get half of the connections; it must fail to start instead.
     ("grpc.so_reuseport", 0),
+    # The name has no "recv", unlike the constant in the library's headers; a wrong name would be ignored without a word.
     # Clients may ping a silent call every 2 s, with a margin; the library's limit of 5 min would cut long prefills off.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 3),
     # Finds callers that vanished without closing, so that their KV is freed.

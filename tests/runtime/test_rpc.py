@@ -240,15 +240,18 @@ async def test_keepalive_survives_a_silent_call() -> None:
     """Pings at the shortest time that clients may choose, with hardly a strike forgiven."""
     service = Service()
     service.silence_s = 9.0
-    async with serving(service, ("grpc.http2.max_ping_strikes", 1)) as (_, address):
-        async with rpc.create_channel(address, keepalive_time_s=2.0) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            assert (await stub.GetModel(_model_request("silent"))).model == "silent"
+    unforgiving = ("grpc.http2.max_ping_strikes", 1)
+    async with (
+        serving(service, unforgiving) as (_, address),
+        rpc.create_channel(address, keepalive_time_s=2.0) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert (await stub.GetModel(_model_request("silent"))).model == "silent"
 
 
 async def test_a_taken_port_is_an_error() -> None:
     async with serving(Service()) as (_, address):
-        with pytest.raises(errors.Unavailable, match="cannot listen on 127.0.0.1"):
+        with pytest.raises(errors.Unavailable, match="cannot listen on 127"):
             await rpc.Server().start("127.0.0.1", int(address.rpartition(":")[2]))
 
 
