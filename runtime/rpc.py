@@ -38,7 +38,7 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A second process on the same port would get half of the connections; it must fail to start instead.
     ("grpc.so_reuseport", 0),
-    # The name has no "recv", unlike the constant in the library's headers; a wrong name would be ignored without a word.
+    # The name has no "recv", unlike the constant in the library's headers; wrong names are ignored without a word.
     # Clients may ping a silent call every 2 s, with a margin; the library's limit of 5 min would cut long prefills off.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -145,7 +145,7 @@ def error_from_call(error: grpc.aio.AioRpcError) -> BatonError:
 
 
 def time_remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Seconds until the caller's deadline, at least 0; None without a deadline."""
+    """Seconds until the caller's deadline, at least 0, as coarse as the wire (some percent); None without a deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else max(0.0, remaining)
 
