@@ -1,4 +1,4 @@
-"""Records in Redis 6.2 or later, or Valkey, by redis-py. Cluster-safe: a script touches the keys it is given, of one tag.
+"""Records in Redis 6.2 or later, or Valkey, by redis-py. A script touches only keys it is given, all of one tag.
 
 Keys, all with a time to live: `baton:{workers}:records` (hash: id to JSON), `baton:{workers}:expiry` (sorted set: id by
 the server's time in ms at which it ends), `baton:{<session key in hex>}:session1` (hash; the number is the format's).

@@ -1,7 +1,8 @@
 """Blocks as bytes in the messages of `KVTransfer.Fetch`: works everywhere.
 
 Owns how blocks are packed into frames and unpacked; the call itself is the worker service's, and so is the checksum
-(`add_to_checksum`), because these bytes pass through the host and the network. The offer has no parameters.
+(`add_to_checksum`), because these bytes pass through the host and the network. The offer has no parameters: the layout
+is compared by the services.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvstore.transport.base import Frame, TransportError, check_block_ids
 
 FRAME_BYTES = 2 * 2**20
 """Data a frame carries at most, unless one block is larger; well under the message limit, large enough to stream."""
+MAX_BLOCK_BYTES = 31 * 2**20
+"""A larger block does not fit a message (runtime.rpc.MAX_MESSAGE_BYTES): choose a smaller block size."""
 
 
 class Reader(base.Reader):
@@ -52,8 +55,8 @@ class Transport(base.Transport):
     rank = 100
 
     def offer(self, memory: PoolMemory, nonce: str = "") -> dict[str, str] | None:
-        """Always possible, nothing to say."""
-        return {}
+        """Nothing to say; None if one block is more than a message may hold."""
+        return {} if memory.layout.block_bytes <= MAX_BLOCK_BYTES else None
 
     def serve(self, memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
         """Frames of whole blocks, FRAME_BYTES at most each. A frame is packed when it is asked for."""
