@@ -18,6 +18,7 @@ import importlib.metadata
 import inspect
 import math
 import os
+import sys
 import textwrap
 import tomllib
 import types
@@ -327,3 +328,12 @@ def _help(option: Option) -> str:
 def version() -> str:
     """The installed version of this distribution."""
     return importlib.metadata.version(DISTRIBUTION)
+
+
+def load_or_exit(cls: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
+    """As `load`, for a process's entry: what cannot be used is said on standard error, and the process ends with 2."""
+    try:
+        return load(cls, argv, prog=prog, description=description)
+    except ConfigError as error:
+        sys.stderr.write(f"{prog}: {error.message}\n")
+        raise SystemExit(2) from None

@@ -1,0 +1,262 @@
+"""The gRPC service of a decoding worker.
+
+1. Run queues the attempt. When it is admitted, its KV is fetched from the prefilling worker, or computed here.
+2. A fetch that was attested brings the first token; each step brings one more. Tokens go out on the router's Attach.
+3. The attempt ends at an end-of-sequence or stop id, at its length, or where the router says Finish; Run returns the
+   final record. Closing Run cancels.
+
+A fetch pins the blocks it writes to: whatever ends the attempt, they are freed only when the last byte was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from decode_svc.attach import TokenStreams
+from decode_svc.scheduler import DecodeScheduler
+from engine.attempt import Attempt, start_span
+from engine.kv_reader import Fetched, KVLost, KVReader, Source
+from engine.planning import Plan
+from engine.scheduling import NewToken
+from engine.sequence import DECODE_MOVES, Sequence, State
+from engine.step_loop import StepLoop
+from engine.wire import (
+    check_attempt_id,
+    finish_reason_to_proto,
+    pool_status,
+    request_from_attempt,
+    token_to_proto,
+)
+from engine.worker import WorkerParts
+from engine.worker_service import WorkerService
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from runtime.rpc import Server
+
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(slots=True)
+class _Job:
+    attempt: Attempt
+    router_id: str
+    source: Source | None
+    fetching: asyncio.Task[None] | None = None
+    fetched: Fetched | None = None
+    lost: str = ""
+
+
+class DecodeService(worker_pb2_grpc.DecodeServicer):
+    """Decode over a scheduler and a KV reader."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        config = parts.config
+        max_reserved = config.max_reserved_tokens or 2 * config.max_num_batched_tokens
+        self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved)
+        self._parts = parts
+        self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports)
+        self._streams = TokenStreams()
+        self._jobs: dict[Sequence, _Job] = {}
+        self._by_attempt: dict[bytes, Sequence] = {}
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._step_loop: StepLoop
+        self._worker: WorkerService
+
+    def start(self, server: Server, step_loop: StepLoop, worker: WorkerService) -> str:
+        """See `engine.worker.RoleService`."""
+        self._step_loop, self._worker = step_loop, worker
+        server.add(worker_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
+        return "baton.v1.Decode"
+
+    async def close(self) -> None:
+        """Stops fetches and lets go of their owners."""
+        for task in self._fetches:
+            task.cancel()
+        if self._fetches:
+            await asyncio.wait(self._fetches)
+        await self._reader.close()
+
+    # Calls
+
+    async def Run(
+        self, request: worker_pb2.DecodeRunRequest, context: Context[object, object]
+    ) -> worker_pb2.DecodeRunResponse:
+        """One attempt, from acceptance to its final record."""
+        if self._worker.is_draining:
+            raise Unavailable(f"worker {self._parts.identity.worker_id} is draining")
+        job = self._accept(request, context)
+        sequence = job.attempt.sequence
+        try:
+            await job.attempt.wait_for(lambda _: False)
+            return self._final_record(job)
+        finally:
+            self.scheduler.end(sequence, State.CANCELLED, "the router closed the call")
+            del self._jobs[sequence], self._by_attempt[sequence.request.attempt_id]
+            job.attempt.close()
+            self._worker.note_change()
+            self._step_loop.wake()
+
+    def _accept(self, request: worker_pb2.DecodeRunRequest, context: Context[object, object]) -> _Job:
+        identity, limits = self._parts.identity, self._parts.limits
+        model = identity.model
+        accepted = request_from_attempt(request.attempt, model.fingerprint, model.vocab_size, limits.max_model_len)
+        if accepted.attempt_id in self._by_attempt:
+            raise AlreadyExists(f"attempt_id: {accepted.attempt_id.hex()} is being served already")
+        if not self._streams.is_attached(request.router_id):
+            raise FailedPrecondition(f"router_id: {request.router_id!r} has no Attach stream here")
+        source = None
+        if request.HasField("source"):
+            if identity.role == inference_pb2.WORKER_ROLE_MIXED:
+                raise FailedPrecondition("source: a mixed worker prefills itself")
+            source = Source(request.source.worker_id, request.source.address, request.source.epoch)
+        span = start_span(self._parts.telemetry, "baton.decode", context, accepted, identity.worker_id)
+        attempt = Attempt(accepted, DECODE_MOVES, span, self._on_end)
+        sequence = attempt.sequence
+        job = self._jobs[sequence] = _Job(attempt, request.router_id, source)
+        self._by_attempt[accepted.attempt_id] = sequence
+        self.scheduler.add(sequence, None if source is None else source.worker_id)
+        self._worker.note_change()
+        self._step_loop.wake()
+        return job
+
+    def _final_record(self, job: _Job) -> worker_pb2.DecodeRunResponse:
+        attempt, sequence, fetched = job.attempt, job.attempt.sequence, job.fetched
+        if sequence.state is State.FAILED and not job.lost:
+            raise Aborted(f"the attempt failed: {sequence.detail}")
+        outcomes = {
+            State.FINISHED: worker_pb2.OUTCOME_FINISHED,
+            State.EVICTED: worker_pb2.OUTCOME_EVICTED,
+            State.FAILED: worker_pb2.OUTCOME_KV_LOST,
+        }
+        prefill_s = 0.0 if job.source or not sequence.first_token_s else sequence.first_token_s - sequence.started_s
+        return worker_pb2.DecodeRunResponse(
+            outcome=outcomes[sequence.state],
+            finish_reason=finish_reason_to_proto(sequence.finish_reason),
+            matched_token_id=sequence.matched_token_id,
+            num_tokens=sequence.num_tokens,
+            cached_tokens=sequence.num_cached,
+            kv_bytes=0 if fetched is None else fetched.num_bytes,
+            transport="" if fetched is None else fetched.transport,
+            queue_ms=attempt.queue_ms,
+            transfer_ms=0 if fetched is None else 1000 * fetched.duration_s,
+            prefill_ms=1000 * prefill_s,
+            detail=sequence.detail,
+        )
+
+    async def Attach(
+        self, request: worker_pb2.AttachRequest, context: Context[object, object]
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """A router's token stream."""
+        if not request.router_id:
+            raise InvalidArgument("router_id", "must not be empty")
+        async with contextlib.aclosing(self._streams.stream(request.router_id)) as stream:
+            async for message in stream:
+                yield message
+
+    async def Finish(
+        self, request: worker_pb2.FinishRequest, context: Context[object, object]
+    ) -> worker_pb2.FinishResponse:
+        """Ends an attempt where the router found a stop string."""
+        check_attempt_id(request.attempt_id)
+        sequence = self._by_attempt.get(request.attempt_id)
+        if sequence is None:
+            raise NotFound("attempt", request.attempt_id.hex(), "attempt_id: no such attempt runs here")
+        if not sequence.is_over:
+            if request.num_output_tokens > sequence.num_outputs:
+                raise InvalidArgument(
+                    "num_output_tokens",
+                    f"the attempt has {sequence.num_outputs} output tokens, got {request.num_output_tokens}",
+                )
+            self.scheduler.finish(sequence, request.num_output_tokens)
+        return worker_pb2.FinishResponse()
+
+    async def EndSession(
+        self, request: worker_pb2.DecodeEndSessionRequest, context: Context[object, object]
+    ) -> worker_pb2.DecodeEndSessionResponse:
+        """Nothing is kept for sessions beyond the prefix cache, which belongs to no session."""
+        return worker_pb2.DecodeEndSessionResponse(existed=False)
+
+    # Fetches
+
+    async def _fetch(self, job: _Job, source: Source) -> None:
+        sequence = job.attempt.sequence
+        sequence.num_pins += 1
+        try:
+            fetched = await self._reader.fetch(
+                source,
+                sequence.request.attempt_id,
+                sequence.block_table,
+                sequence.num_cached,
+                sequence.num_tokens,
+                lambda: self.scheduler.received(sequence),
+            )
+            if not sequence.is_over:
+                job.fetched = fetched
+                self._send([self.scheduler.fetched(sequence, fetched.first_token, time.monotonic())])
+        except KVLost as error:
+            if not sequence.is_over:
+                job.lost = error.message
+                self.scheduler.end(sequence, State.FAILED, error.message)
+        finally:
+            self._parts.holdings.unpin(sequence)
+            self._worker.note_change()
+            self._step_loop.wake()
+
+    def _on_end(self, attempt: Attempt) -> None:
+        """Whatever ends an attempt ends its fetch; the fetch's pin keeps the blocks until it has stopped."""
+        fetching = self._jobs[attempt.sequence].fetching
+        if fetching is not None and fetching is not asyncio.current_task():
+            fetching.cancel()
+
+    # Steps
+
+    def planned(self, plan: Plan) -> None:
+        """Starts the fetches of those just admitted."""
+        for sequence in self.scheduler.take_fetches():
+            job = self._jobs[sequence]
+            assert job.source is not None
+            job.fetching = asyncio.create_task(self._fetch(job, job.source))
+            self._fetches.add(job.fetching)
+            job.fetching.add_done_callback(self._fetches.discard)
+
+    def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
+        """Sends the tokens of a step."""
+        self._send(new_tokens)
+        self._worker.note_change()
+
+    def _send(self, new_tokens: list[NewToken]) -> None:
+        for token in new_tokens:
+            job = self._jobs.get(token.sequence)
+            if job is not None:
+                message = token_to_proto(token.position, token.sample)
+                self._streams.push(job.router_id, token.sequence.request.attempt_id, message)
+
+    # Load
+
+    def load(self) -> inference_pb2.WorkerLoad:
+        """See `engine.worker_service.Role`."""
+        scheduler = self.scheduler
+        return inference_pb2.WorkerLoad(
+            num_queued=scheduler.num_queued,
+            num_running=scheduler.num_running,
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_leases=len(self._parts.leases),
+            pool=pool_status(self._parts.holdings),
+        )
+
+    def live_attempts(self) -> int:
+        """See `engine.worker_service.Role`."""
+        return len(self._jobs)
+
+    def evict_all(self, detail: str) -> int:
+        """See `engine.worker_service.Role`."""
+        live = self.scheduler.live()
+        for sequence in live:
+            self.scheduler.end(sequence, State.EVICTED, detail)
+        return len(live)

@@ -1,0 +1,109 @@
+"""Configuration of a worker, of either pool. `runtime.config.load` fills it from file, environment and flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from runtime.errors import ConfigError
+
+
+def _in(group: str, **metadata: object) -> dict[str, object]:
+    return {"group": group, **metadata}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker process is told."""
+
+    model: str = field(metadata=_in("Model"))
+    """Hugging Face folder, .gguf file, "smollm2" (packaged), or "tracer" (no model: exact tests of everything else)."""
+    served_model_name: str | None = field(default=None, metadata=_in("Model"))
+    """The model's public name; default: its folder or file name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default="auto", metadata=_in("Model"))
+    """Type of weights, activations and KV; auto: the checkpoint's, float32 for GGUF."""
+    max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
+    """Most tokens of prompt and output together; default: the model's context, or what the KV pool holds if less."""
+
+    role: Literal["decode", "mixed"] = field(default="decode", metadata=_in("Worker"))
+    """Decode pool only: "mixed" prefills every request itself."""
+    worker_id: str | None = field(default=None, metadata=_in("Worker"))
+    """Name in logs, traces and listings; default: role and a random suffix."""
+    host: str = field(default="127.0.0.1", metadata=_in("Worker"))
+    """Address to listen on, and to be reached at unless --advertise-address is given."""
+    port: int = field(default=0, metadata=_in("Worker", min=0, max=65535))
+    """Port to listen on; 0 takes a free one."""
+    advertise_address: str | None = field(default=None, metadata=_in("Worker"))
+    """host:port under which routers and other workers reach this worker; default: where it listens."""
+    redis_url: str | None = field(default=None, metadata=_in("Worker"))
+    """Where to register, redis://host:port/db; without it routers need static lists."""
+    cpus: str | None = field(default=None, metadata=_in("Worker"))
+    """CPU numbers to run on, "0,2-3"; default: all this process may use."""
+    drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
+    """How long SIGTERM waits for running requests before they are given back to the router."""
+
+    max_num_seqs: int = field(default=64, metadata=_in("Scheduling", min=1))
+    """Most sequences that hold KV blocks at once."""
+    max_num_batched_tokens: int = field(default=512, metadata=_in("Scheduling", min=1))
+    """Most tokens computed in one step."""
+    chunk_size: int = field(default=512, metadata=_in("Scheduling", min=1))
+    """Most tokens of one prompt computed in one step; never above --max-num-batched-tokens."""
+    max_reserved_tokens: int | None = field(default=None, metadata=_in("Scheduling", min=1))
+    """Decode pool only: most tokens reserved for prompts of one prefill worker that has sent nothing of them yet;
+    default: twice --max-num-batched-tokens."""
+
+    block_size: int = field(default=16, metadata=_in("KV cache", min=1))
+    """Token positions in a KV block."""
+    num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))
+    """Blocks the pool may grow to; default: what --max-num-seqs sequences of 2,048 tokens need, within
+    --kv-cache-memory-utilization."""
+    kv_cache_memory_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.01, max=0.95))
+    """Part of this machine's memory that the KV pool may take."""
+    kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
+    """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
+    by gRPC."""
+    kv_transports: tuple[str, ...] = field(default=("shm", "grpc"), metadata=_in("KV cache"))
+    """Transports this worker offers and uses, of those in kvstore/transport."""
+    kv_lease_ttl_s: float = field(default=30.0, metadata=_in("KV cache", min=0.1))
+    """How long computed KV waits for a silent reader."""
+
+    trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
+    """Where spans go."""
+    otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
+    """Collector for --trace-exporter otlp, http://host:4317."""
+    trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
+    """Part of the traces that begin here which are recorded; a caller's decision is followed."""
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=_in("Observability"))
+    """Least severe records that are logged."""
+    status_fd: int | None = field(default=None, metadata=_in("Supervision", hidden=True))
+    """Inherited descriptor on which this process reports its state."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"--chunk-size: must be at most --max-num-batched-tokens, which is {self.max_num_batched_tokens}; "
+                f"got {self.chunk_size}"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"--max-num-seqs: must be at most --max-num-batched-tokens, which is {self.max_num_batched_tokens}, "
+                f"because each decodes a token a step; got {self.max_num_seqs}"
+            )
+
+    @property
+    def shared_memory_dir(self) -> Path | None:
+        """Where the pool's file lies; None for private memory."""
+        return None if self.kv_shared_memory_dir == "none" else Path(self.kv_shared_memory_dir)
+
+    def cpu_set(self) -> set[int] | None:
+        """The CPUs of `cpus`. Raises ConfigError for text that is no list of CPU numbers."""
+        if self.cpus is None:
+            return None
+        numbers: set[int] = set()
+        for part in self.cpus.split(","):
+            first, _, last = part.partition("-")
+            if not first.isdigit() or (last and not last.isdigit()):
+                raise ConfigError(f"--cpus: a list such as 0,2-3 is needed, got {self.cpus!r}")
+            numbers.update(range(int(first), int(last or first) + 1))
+        return numbers

@@ -1,0 +1,108 @@
+"""Which sequence holds which blocks: the one place where block tables are made, extended and given back.
+
+Owns the use of the block pool and of the prefix cache on behalf of sequences; owns no tensors and decides no order.
+Invariant: every live sequence holds exactly one reference on each block of its table, and nothing else holds any,
+so `pool.num_used` equals the number of different blocks in those tables. Blocks of a sequence that is over are freed
+once nothing touches them any more (`num_pins` is 0).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from engine.sequence import Sequence
+from kvstore.blocks import BlockPool, OutOfBlocks
+from kvstore.hashing import PrefixHasher
+
+
+class Holdings:
+    """Block tables of the sequences of one worker."""
+
+    def __init__(self, pool: BlockPool, hasher: PrefixHasher, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._hasher = hasher
+        self._holders: set[Sequence] = set()
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions need."""
+        return -(-num_tokens // self.block_size)
+
+    def cached_prefix(self, sequence: Sequence, max_tokens: int) -> tuple[list[int], list[bytes]]:
+        """The leading whole blocks of the input, within `max_tokens`, that the prefix cache has; takes nothing."""
+        num_whole = max_tokens // self.block_size
+        token_ids = sequence.token_ids[: num_whole * self.block_size]
+        hashes = self._hasher.chain(sequence.request.tenant, token_ids)
+        blocks = self.pool.match(hashes)
+        return blocks, hashes[: len(blocks)]
+
+    def admit(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, headroom: int = 0) -> bool:
+        """Gives a sequence all blocks for `num_tokens` positions, reusing a cached prefix of at most
+        `max_cached_tokens`, or nothing. At least `headroom` blocks stay available. Answers whether it did."""
+        assert not sequence.block_table, "a sequence is admitted once"
+        cached, hashes = self.cached_prefix(sequence, max_cached_tokens)
+        num_new = self.num_blocks(num_tokens) - len(cached)
+        num_revived = sum(1 for block in cached if self.pool.ref_count(block) == 0)
+        if num_new + num_revived + headroom > self.pool.num_available:
+            return False
+        self.pool.share(cached)
+        sequence.block_table = [*cached, *self.pool.allocate(num_new)]
+        sequence.block_hashes = hashes
+        sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
+        self._holders.add(sequence)
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extends a table to `num_tokens` positions; answers whether there were blocks for it."""
+        num_new = self.num_blocks(num_tokens) - len(sequence.block_table)
+        if num_new <= 0:
+            return True
+        try:
+            sequence.block_table.extend(self.pool.allocate(num_new))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def register_computed(self, sequence: Sequence) -> None:
+        """Makes the whole blocks computed since the last call reusable by others. Only ever called with KV that was
+        computed here or attested by its owner."""
+        hashes = sequence.block_hashes
+        parent = hashes[-1] if hashes else self._hasher.root(sequence.request.tenant)
+        for index in range(len(hashes), sequence.num_computed // self.block_size):
+            begin = index * self.block_size
+            parent = self._hasher.extend(parent, sequence.token_ids[begin : begin + self.block_size])
+            self.pool.register(sequence.block_table[index], parent)
+            hashes.append(parent)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """A step or transfer is done with the blocks."""
+        assert sequence.num_pins > 0, "unpinned more often than pinned"
+        sequence.num_pins -= 1
+        if sequence.is_over:
+            self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives the blocks back, at once or when the last pin goes. Repeating it does nothing."""
+        if sequence.num_pins == 0 and sequence in self._holders:
+            self._holders.remove(sequence)
+            self.pool.release(sequence.block_table)
+            sequence.block_table = []
+
+    def references(self) -> Counter[int]:
+        """Block id -> references that the live tables account for."""
+        return Counter(self._all_blocks())
+
+    @property
+    def num_departing_blocks(self) -> int:
+        """Blocks of sequences that are over, still touched by a step or transfer: they come back by themselves."""
+        return sum(len(holder.block_table) for holder in self._holders if holder.is_over)
+
+    @property
+    def num_accounted(self) -> int:
+        """Different blocks in the live tables; equal to `pool.num_used` unless blocks leak."""
+        return len(set(self._all_blocks()))
+
+    def _all_blocks(self) -> Iterator[int]:
+        for holder in self._holders:
+            yield from holder.block_table

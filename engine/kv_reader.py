@@ -1,0 +1,247 @@
+"""The reader's side of a handoff: fetch an attempt's KV from its owner, and believe it only when attested.
+
+1. Describe the owner once for each incarnation; agree on a transport; connect it.
+2. Fetch: the call is the credit. Blocks are copied into reserved ones as they arrive.
+3. Release: the owner's answer attests epoch, token count and checksum, and brings the first token.
+
+Whatever goes wrong is KVLost, after which the bytes copied are worthless; the owner is told, so that it can free its
+blocks. Owns channels and transport connections to owners, no blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from engine.request import Sample
+from engine.wire import token_from_proto
+from kvstore import transport as transports
+from kvstore.layout import KVLayout
+from kvstore.memory import PoolMemory
+from kvstore.transport.base import Frame, Reader, TransportError, add_to_checksum
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.errors import BatonError
+from runtime.rpc import create_channel
+
+LOG = logging.getLogger(__name__)
+CONTROL_TIMEOUT_S = 5.0
+
+
+class KVLost(BatonError):
+    """The KV of an attempt could not be had; the attempt is over, a new one may succeed."""
+
+    reason = "KV_LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who owns an attempt's KV."""
+
+    worker_id: str
+    """Its name."""
+    address: str
+    """host:port."""
+    epoch: int
+    """The incarnation that accepted the attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """KV that arrived and was attested."""
+
+    first_token: Sample
+    """Sampled by the owner."""
+    num_bytes: int
+    """Bytes copied."""
+    transport: str
+    """How."""
+    duration_s: float
+    """From the call to the attestation."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connection to one incarnation. A retired one is closed by its last user."""
+
+    channel: grpc.aio.Channel
+    stub: worker_pb2_grpc.KVTransferStub
+    reader: Reader
+    transport: str
+    num_users: int = 0
+    is_retired: bool = False
+
+    async def close_if_unused(self) -> None:
+        if self.is_retired and self.num_users == 0:
+            self.reader.close()
+            await self.channel.close()
+
+
+class KVReader:
+    """Fetches KV for one worker."""
+
+    def __init__(self, memory: PoolMemory, layout: KVLayout, transport_names: Sequence[str]) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._transport_names = transport_names
+        self._peers: dict[tuple[str, int], asyncio.Task[_Peer]] = {}
+
+    async def close(self) -> None:
+        """Lets go of all owners."""
+        for task in self._peers.values():
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        for key in list(self._peers):
+            await self._retire(key)
+
+    async def fetch(
+        self,
+        source: Source,
+        attempt_id: bytes,
+        block_table: Sequence[int],
+        have_tokens: int,
+        num_tokens: int,
+        on_bytes: Callable[[], None],
+    ) -> Fetched:
+        """Copies the KV of `num_tokens` positions into `block_table`, of which the first `have_tokens` (whole blocks)
+        are there already. Raises KVLost. When it returns or raises nothing writes to the blocks any more."""
+        started_s = time.monotonic()
+        try:
+            peer = await self._peer(source)
+        except (grpc.aio.AioRpcError, TransportError) as error:
+            raise KVLost(f"{source.worker_id} at {source.address} cannot be read from: {_text(error)}") from error
+        peer.num_users += 1
+        try:
+            num_bytes, checksum = await self._copy(peer, source, attempt_id, block_table, have_tokens, on_bytes)
+            first_token = await self._release(peer, source, attempt_id, num_tokens, checksum)
+        except (grpc.aio.AioRpcError, TransportError) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                await self._retire((source.address, source.epoch))
+            await self._give_up(peer, source, attempt_id)
+            raise KVLost(f"{source.worker_id}: {_text(error)}") from error
+        finally:
+            peer.num_users -= 1
+            await peer.close_if_unused()
+        return Fetched(first_token, num_bytes, peer.transport, time.monotonic() - started_s)
+
+    async def _copy(
+        self,
+        peer: _Peer,
+        source: Source,
+        attempt_id: bytes,
+        block_table: Sequence[int],
+        have_tokens: int,
+        on_bytes: Callable[[], None],
+    ) -> tuple[int, int]:
+        """Bytes copied, and their checksum if they passed through messages."""
+        request = worker_pb2.FetchRequest(
+            attempt_id=attempt_id,
+            epoch=source.epoch,
+            have_tokens=have_tokens,
+            transport=peer.transport,
+            layout=self._layout.fingerprint,
+        )
+        next_block, num_bytes, checksum = have_tokens // self._layout.block_size, 0, 0
+        call = peer.stub.Fetch(request)
+        try:
+            async for response in call:
+                if response.first_block != next_block or next_block + len(response.block_ids) > len(block_table):
+                    raise TransportError(f"blocks from {response.first_block} came where {next_block} was expected")
+                frame = Frame(tuple(response.block_ids), response.data)
+                num_bytes += await self._receive(peer, frame, block_table[next_block:][: len(frame.block_ids)])
+                if peer.reader.passes_through_host:
+                    checksum = add_to_checksum(frame, checksum)
+                next_block += len(frame.block_ids)
+                on_bytes()
+        finally:
+            call.cancel()
+        return num_bytes, checksum
+
+    async def _receive(self, peer: _Peer, frame: Frame, destination: Sequence[int]) -> int:
+        copy = asyncio.ensure_future(asyncio.to_thread(peer.reader.receive, frame, self._memory, destination))
+        try:
+            return await asyncio.shield(copy)
+        except asyncio.CancelledError:
+            # A thread cannot be stopped: the blocks may not be freed before it has written its last byte.
+            await asyncio.wait([copy])
+            raise
+
+    async def _release(self, peer: _Peer, source: Source, attempt_id: bytes, num_tokens: int, checksum: int) -> Sample:
+        """Asks for the attestation; raises TransportError if it is not one."""
+        answer = await peer.stub.Release(
+            worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch, num_tokens=num_tokens),
+            timeout=CONTROL_TIMEOUT_S,
+        )
+        expected = (True, source.epoch, num_tokens, checksum, num_tokens)
+        got = (answer.intact, answer.epoch, answer.num_tokens, answer.checksum, answer.first_token.position)
+        if got != expected:
+            raise TransportError(
+                f"not attested: (intact, epoch, tokens, checksum, first position) are {got}, expected {expected}"
+            )
+        return token_from_proto(answer.first_token)
+
+    async def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Frees the owner's lease. If that fails too the owner's own end of the attempt frees it."""
+        try:
+            await peer.stub.Release(
+                worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch), timeout=CONTROL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            LOG.debug("release of %s at %s: %s", attempt_id.hex(), source.worker_id, error.details())
+
+    async def _peer(self, source: Source) -> _Peer:
+        """The connection to an incarnation; attempts that come at once share one task."""
+        key = (source.address, source.epoch)
+        for other in [k for k in self._peers if k[0] == source.address and k[1] != source.epoch]:
+            await self._retire(other)
+        task = self._peers.get(key)
+        if task is None:
+            task = self._peers[key] = asyncio.ensure_future(self._connect(source))
+        try:
+            return await asyncio.shield(task)
+        except (grpc.aio.AioRpcError, TransportError):
+            if self._peers.get(key) is task:
+                del self._peers[key]
+            raise
+
+    async def _connect(self, source: Source) -> _Peer:
+        channel = create_channel(source.address)
+        try:
+            nonce = secrets.token_hex(16)
+            described = await worker_pb2_grpc.WorkerStub(channel).Describe(
+                worker_pb2.DescribeRequest(nonce=nonce), timeout=CONTROL_TIMEOUT_S
+            )
+            if described.epoch != source.epoch:
+                raise TransportError(f"epoch {described.epoch} answers at {source.address}, not {source.epoch}")
+            if described.layout != self._layout.fingerprint:
+                raise TransportError(f"KV layout is {described.layout}, here it is {self._layout.fingerprint}")
+            offers = [(offer.name, dict(offer.parameters)) for offer in described.transports]
+            transport, parameters = transports.choose(self._transport_names, offers, self._layout, nonce)
+            reader = transport.connect(parameters, self._layout, nonce)
+        except BaseException:
+            await channel.close()
+            raise
+        LOG.info("KV from %s comes by %s", source.worker_id, transport.name)
+        return _Peer(channel, worker_pb2_grpc.KVTransferStub(channel), reader, transport.name)
+
+    async def _retire(self, key: tuple[str, int]) -> None:
+        """No new fetch uses this connection; its last user closes it. One that is still being made is left alone:
+        those who wait for it would take its end for their own."""
+        task = self._peers.get(key)
+        if task is None or not task.done():
+            return
+        del self._peers[key]
+        if not task.cancelled() and task.exception() is None:
+            task.result().is_retired = True
+            await task.result().close_if_unused()
+
+
+def _text(error: grpc.aio.AioRpcError | TransportError) -> str:
+    return f"{error.code().name} {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error.message

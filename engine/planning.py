@@ -1,0 +1,83 @@
+"""What one step will run: slices of sequences under a token budget, and the packed batch made of them.
+
+Pure functions over sequences and a block size. Which sequences, and in what order, is the schedulers' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.batch import Batch, SampleRow
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A sequence's part in a step."""
+
+    sequence: Sequence
+    """Whose tokens."""
+    num_tokens: int
+    """How many of its pending tokens, from the first."""
+    samples: bool
+    """Whether the slice reaches the sequence's last token, so that the next one is sampled."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Between plan and commit its sequences' blocks may not be freed."""
+
+    slices: list[Slice] = field(default_factory=list)
+    """In packing order."""
+    num_tokens: int = 0
+    """Sum over the slices."""
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Takes a slice in and pins the sequence's blocks until the step's commit."""
+        sequence.num_pins += 1
+        self.slices.append(Slice(sequence, num_tokens, num_tokens == sequence.num_pending))
+        self.num_tokens += num_tokens
+
+
+def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int) -> None:
+    """Gives each sequence, in order, up to `chunk_size` of its pending tokens until `budget` tokens are planned."""
+    for sequence in sequences:
+        num_tokens = min(sequence.num_pending, chunk_size, budget - plan.num_tokens)
+        if num_tokens <= 0:
+            return
+        plan.add(sequence, num_tokens)
+
+
+def build_batch(plan: Plan, block_size: int, eos_token_ids: tuple[int, ...]) -> Batch:
+    """Packs a plan. The batch holds copies, so that the event loop may change sequences while the step runs."""
+    batch = Batch()
+    for part in plan.slices:
+        sequence, begin = part.sequence, part.sequence.num_computed
+        end = begin + part.num_tokens
+        table = sequence.block_table
+        batch.token_ids.extend(sequence.token_ids[begin:end])
+        batch.positions.extend(range(begin, end))
+        batch.slots.extend(table[p // block_size] * block_size + p % block_size for p in range(begin, end))
+        batch.query_starts.append(len(batch.token_ids))
+        batch.context_lens.append(end)
+        batch.block_tables.append(table[: -(-end // block_size)])
+        if part.samples:
+            batch.sample_rows.append(_sample_row(sequence, len(batch.token_ids) - 1, eos_token_ids))
+    return batch
+
+
+def _sample_row(sequence: Sequence, row: int, eos_token_ids: tuple[int, ...]) -> SampleRow:
+    request, sampling = sequence.request, sequence.request.sampling
+    counts_outputs = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    counts_all = sampling.repetition_penalty != 1
+    return SampleRow(
+        row=row,
+        position=sequence.num_tokens,
+        sampling=sampling,
+        suppressed_token_ids=sequence.suppressed_token_ids(eos_token_ids),
+        prompt_token_ids=request.prompt_token_ids if counts_all else (),
+        output_token_ids=(
+            tuple(sequence.token_ids[len(request.prompt_token_ids) :]) if counts_outputs or counts_all else ()
+        ),
+    )

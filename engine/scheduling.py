@@ -1,0 +1,69 @@
+"""What the step loop needs of a scheduler, and the limits that both pools share.
+
+Order, admission and victims are the difference between the pools and live in `prefill_svc` and `decode_svc`. A
+scheduler is synchronous, does no I/O and knows no torch: it can be tested and model-checked without a model. Endings
+are not returned: `Sequence.move` tells the observer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.holdings import Holdings
+from engine.planning import Plan
+from engine.request import Sample
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a scheduler's steps and sequences."""
+
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    max_num_seqs: int
+    """Most sequences that hold KV at once."""
+    max_num_batched_tokens: int
+    """Most tokens a step computes; at least `max_num_seqs` where sequences decode."""
+    chunk_size: int
+    """Most tokens of one sequence that a step computes."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids that end generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token to report to the router."""
+
+    sequence: Sequence
+    """Whose it is."""
+    position: int
+    """Its index in prompt + output."""
+    sample: Sample
+    """The token."""
+
+
+class Scheduler(Protocol):
+    """Decides steps and records what they did."""
+
+    holdings: Holdings
+    """The blocks of its sequences."""
+    limits: Limits
+    """What bounds its steps."""
+
+    def plan(self, now_s: float) -> Plan:
+        """Admits what can be admitted and fills a step; empty when there is nothing to compute."""
+        ...
+
+    def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
+        """Records a step's results; `samples` has one entry for each slice that samples, in order."""
+        ...
+
+    def abandon(self, plan: Plan, detail: str) -> None:
+        """Ends the sequences of a step that could not be computed as FAILED."""
+        ...
+
+    def num_wanted_blocks(self) -> int:
+        """Available blocks that would let everything waiting be admitted and everything running grow by one."""
+        ...

@@ -1,0 +1,164 @@
+"""A worker's mutable record of one attempt, and the table of moves it may make.
+
+Phase is arithmetic: a sequence has tokens, and tokens whose KV is computed; what is pending is the difference. The
+state says only who is responsible for the next thing to happen. `Sequence.move` is the one place that changes it: it
+checks the table and tells the observer, which writes the span event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.request import Request, Sample
+
+
+class State(Enum):
+    """Where a sequence stands on this worker."""
+
+    QUEUED = "queued"
+    """Holds nothing, waits for admission."""
+    PREFILLING = "prefilling"
+    """Holds all blocks of its input; chunks are being computed here."""
+    FETCHING = "fetching"
+    """Holds all blocks of its input; their content comes from another worker."""
+    DECODING = "decoding"
+    """Has a seat; gets a token each step."""
+    LEASED = "leased"
+    """Computed; its blocks wait for their reader."""
+    PAUSED = "paused"
+    """Keeps its KV, gets no steps."""
+    FINISHED = "finished"
+    """Done as asked."""
+    EVICTED = "evicted"
+    """Given back for want of blocks or because the worker drains."""
+    CANCELLED = "cancelled"
+    """The caller has gone."""
+    FAILED = "failed"
+    """Ended by an error on this side or at the KV's owner."""
+
+
+TERMINAL = frozenset({State.FINISHED, State.EVICTED, State.CANCELLED, State.FAILED})
+_ENDINGS = frozenset({State.EVICTED, State.CANCELLED, State.FAILED})
+
+PREFILL_MOVES: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.PREFILLING}) | _ENDINGS,
+    State.PREFILLING: frozenset({State.LEASED, State.QUEUED}) | _ENDINGS,
+    State.LEASED: frozenset({State.FINISHED}) | _ENDINGS,
+}
+
+DECODE_MOVES: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.FETCHING, State.PREFILLING, State.FINISHED}) | _ENDINGS,
+    State.FETCHING: frozenset({State.DECODING, State.FINISHED, State.PAUSED}) | _ENDINGS,
+    State.PREFILLING: frozenset({State.DECODING, State.PAUSED}) | _ENDINGS,
+    State.DECODING: frozenset({State.FINISHED, State.PAUSED}) | _ENDINGS,
+    State.PAUSED: frozenset({State.FETCHING, State.PREFILLING, State.DECODING}) | _ENDINGS,
+}
+
+
+class FinishReason(Enum):
+    """Why generation is complete."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop id, or the router found a stop string."""
+    LENGTH = "length"
+    """max_tokens or the context is used up."""
+
+
+Observer = Callable[["Sequence", State, State], None]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt on this worker."""
+
+    request: Request
+    """What was asked."""
+    moves: dict[State, frozenset[State]]
+    """The role's table."""
+    arrived_s: float
+    """Monotonic clock."""
+    observer: Observer | None = None
+    """Told of every move, after it."""
+    state: State = State.QUEUED
+    """Changed by `move` alone."""
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt, then output."""
+    num_computed: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    block_table: list[int] = field(default_factory=list)
+    """Ordered block ids; one reference is held on each."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the leading whole blocks, as far as they are known to the prefix cache."""
+    num_cached: int = 0
+    """Leading tokens whose KV was reused and not computed for this attempt."""
+    num_pins: int = 0
+    """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
+    finish_reason: FinishReason | None = None
+    """Set when FINISHED at a decoding worker."""
+    matched_token_id: int | None = None
+    """The stop or end-of-sequence id, when that was the reason."""
+    detail: str = ""
+    """Why it was evicted or failed."""
+    started_s: float = 0.0
+    """When it was first admitted; 0 before."""
+    first_token: Sample | None = None
+    """The first token sampled on, or handed to, this worker."""
+    first_token_s: float = 0.0
+    """When that was."""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens, earlier attempts' included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the state is terminal on this worker."""
+        return self.state in TERMINAL
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sorts by class, then by time waited, earlier attempts' waiting included: the smallest goes first."""
+        return (-self.request.priority, self.arrived_s - self.request.waited_ms / 1000.0)
+
+    def move(self, target: State) -> None:
+        """Changes the state; an illegal move is our bug."""
+        source = self.state
+        assert target in self.moves.get(source, frozenset()), f"illegal move {source.value} -> {target.value}"
+        self.state = target
+        if self.observer is not None:
+            self.observer(self, source, target)
+
+    def suppressed_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids that may not be chosen next: every ending id while fewer than min_tokens were generated."""
+        sampling = self.request.sampling
+        if self.num_outputs >= sampling.min_tokens:
+            return ()
+        return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)
+
+    def check_finished(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> bool:
+        """Whether the last token ends generation; notes why. With no output yet the answer is no."""
+        if self.num_outputs == 0:
+            return False
+        sampling, last = self.request.sampling, self.token_ids[-1]
+        if last in sampling.stop_token_ids or (not sampling.ignore_eos and last in eos_token_ids):
+            self.finish_reason, self.matched_token_id = FinishReason.STOP, last
+        elif self.num_outputs >= sampling.max_tokens or self.num_tokens >= max_model_len:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason is not None

@@ -1,0 +1,101 @@
+"""The step loop: plan, run, commit, for ever.
+
+One asyncio loop owns all scheduling state, so there are no locks: `plan` and `commit` run in it, `run` alone leaves it,
+for one worker thread. Between them the loop serves calls, which may end sequences; their blocks stay until the commit.
+The loop sleeps on an event when a plan is empty, audits the pool then, and grows it before a plan that needs more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from engine.batch import Runner
+from engine.planning import Plan, build_batch
+from engine.scheduling import NewToken, Scheduler
+from kvstore.memory import PoolMemory, PoolMemoryFull
+
+LOG = logging.getLogger(__name__)
+MIN_GROWTH_BLOCKS = 64
+
+
+class StepObserver(Protocol):
+    """Who is told of steps, in the event loop."""
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made, also an empty one, and is about to run."""
+        ...
+
+    def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
+        """A plan has run."""
+        ...
+
+
+class StepLoop:
+    """Drives one scheduler and one runner."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, memory: PoolMemory, observer: StepObserver) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._memory = memory
+        self._observer = observer
+        self._wanted = asyncio.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._memory_is_full = False
+        self.num_steps = 0
+        """Steps committed so far."""
+
+    def wake(self) -> None:
+        """Something changed: plan again."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises PoolCorrupted when the accounts are broken: the process must end then."""
+        holdings = self._scheduler.holdings
+        try:
+            while True:
+                self._wanted.clear()
+                await self._grow_pool()
+                plan = self._scheduler.plan(time.monotonic())
+                self._observer.planned(plan)
+                if plan.slices:
+                    await self._step(plan)
+                else:
+                    holdings.pool.check(holdings.references())
+                    await self._wanted.wait()
+        finally:
+            self._executor.shutdown(wait=True)
+
+    async def _step(self, plan: Plan) -> None:
+        batch = build_batch(plan, self._scheduler.holdings.block_size, self._scheduler.limits.eos_token_ids)
+        try:
+            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self._runner.run, batch)
+        except Exception as error:
+            # What one step holds must not take the worker down; the attempts fail, and a poison request fails alone.
+            LOG.exception("a step of %d tokens failed", plan.num_tokens)
+            self._scheduler.abandon(plan, f"the step failed: {error}")
+            return
+        self.num_steps += 1
+        self._observer.committed(plan, self._scheduler.commit(plan, samples, time.monotonic()))
+
+    async def _grow_pool(self) -> None:
+        """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages."""
+        pool = self._scheduler.holdings.pool
+        num_missing = self._scheduler.num_wanted_blocks() - pool.num_available
+        num_growable = pool.ceiling - pool.num_total
+        if num_missing <= 0 or num_growable <= 0 or self._memory_is_full:
+            return
+        num_more = min(num_growable, max(num_missing, MIN_GROWTH_BLOCKS))
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._executor, self._memory.commit, pool.num_total + num_more
+            )
+        except PoolMemoryFull as error:
+            # Asked once: from here on the pool works with what it has.
+            self._memory_is_full = True
+            LOG.warning("the KV pool stays at %d blocks: %s", pool.num_total, error.message)
+            return
+        pool.grow(num_more)

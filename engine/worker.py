@@ -1,0 +1,270 @@
+"""A worker process, whatever its role: from configuration to a clean end.
+
+1. Open the model; take the KV pool's memory; load the weights in a thread, reporting progress.
+2. Listen; register; run the step loop and the lease clock.
+3. On SIGTERM, which is also how the end of the supervisor shows: drain, give back what is left, unregister, stop. If
+   the pool's accounts are broken: say so and exit non-zero, since answers could be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import WorkerConfig
+from engine.holdings import Holdings
+from engine.loading import ModelParts, open_model
+from engine.scheduling import Limits, Scheduler
+from engine.step_loop import StepLoop, StepObserver
+from engine.worker_service import Identity, Role, WorkerService
+from kvstore.blocks import BlockPool
+from kvstore.hashing import PrefixHasher
+from kvstore.layout import KVLayout
+from kvstore.leases import LeaseTable
+from kvstore.memory import PoolMemory, unlink_dead
+from kvstore.metadata import open_store
+from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
+from protos import inference_pb2, worker_pb2_grpc
+from runtime import logs, telemetry
+from runtime.errors import BatonError, ConfigError
+from runtime.rpc import Server, format_address, wait_for_shutdown_signal
+from runtime.status import StatusReporter
+
+LOG = logging.getLogger(__name__)
+REGISTRATION_TTL_S = 10.0
+INITIAL_BLOCKS = 128
+EXPECTED_SEQUENCE_TOKENS = 2048
+STOP_GRACE_S = 1.0
+ROLE_NAMES = {
+    "prefill": inference_pb2.WORKER_ROLE_PREFILL,
+    "decode": inference_pb2.WORKER_ROLE_DECODE,
+    "mixed": inference_pb2.WORKER_ROLE_MIXED,
+}
+
+
+class RoleService(Role, StepObserver, Protocol):
+    """What a pool adds to a worker: its scheduler and its gRPC service."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Decides the steps."""
+        ...
+
+    def start(self, server: Server, step_loop: StepLoop, worker: WorkerService) -> str:
+        """Adds the service and answers its full name. Calls may come from now on."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what runs beside the calls."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a role builds its service from."""
+
+    config: WorkerConfig
+    """As given."""
+    identity: Identity
+    """Who this worker is."""
+    holdings: Holdings
+    """The blocks."""
+    limits: Limits
+    """Bounds of steps and sequences."""
+    leases: LeaseTable
+    """Promises to readers."""
+    memory: PoolMemory
+    """The pool's bytes."""
+    telemetry: telemetry.Telemetry
+    """Traces."""
+
+
+def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts], RoleService]) -> int:
+    """Runs a worker until it is told to stop; answers the process's exit code."""
+    worker_id = config.worker_id or f"{role}-{secrets.token_hex(4)}"
+    logs.configure(config.log_level, worker_id)
+    status = StatusReporter(config.status_fd)
+    try:
+        cpus = config.cpu_set()
+        if cpus is not None:
+            _pin(cpus)
+        return asyncio.run(_Worker(config, role, worker_id, status, make_role).run())
+    except BatonError as error:
+        status.failed(error.message)
+        LOG.error("%s", error.message)
+        return 1
+
+
+class _Worker:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: str,
+        worker_id: str,
+        status: StatusReporter,
+        make_role: Callable[[WorkerParts], RoleService],
+    ) -> None:
+        self._config = config
+        self._role_name = role
+        self._worker_id = worker_id
+        self._status = status
+        self._make_role = make_role
+
+    async def run(self) -> int:
+        config = self._config
+        async with contextlib.AsyncExitStack() as stack:
+            model = open_model(config.model, config.dtype, config.served_model_name)
+            layout = model.layout(config.block_size)
+            epoch = secrets.randbits(63)
+            memory = self._open_memory(model, layout, epoch)
+            stack.callback(memory.close)
+            self._status.loading(0.0, "weights")
+            runner = await asyncio.to_thread(
+                model.load, memory, layout, lambda done: self._status.loading(done, "weights")
+            )
+            parts = self._build_parts(model, layout, epoch, memory)
+            stack.callback(parts.telemetry.shut_down)
+            role = self._make_role(parts)
+            stack.push_async_callback(role.close)
+            step_loop = StepLoop(role.scheduler, runner, memory, role)
+            worker = WorkerService(
+                parts.identity, memory, config.kv_transports, parts.leases, role, on_drain=step_loop.wake
+            )
+            return await self._serve(stack, role, step_loop, worker)
+
+    async def _serve(
+        self, stack: contextlib.AsyncExitStack, role: RoleService, step_loop: StepLoop, worker: WorkerService
+    ) -> int:
+        config, server = self._config, Server()
+        server.add(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "baton.v1.Worker")
+        server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, worker, "baton.v1.KVTransfer")
+        names = ["baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, worker)]
+        port = await server.start(config.host, config.port)
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        address = config.advertise_address or format_address(config.host, port)
+        self._status.listening(address)
+        stepping = asyncio.create_task(step_loop.run())
+        stack.push_async_callback(_cancel, stepping)
+        stack.push_async_callback(_cancel, asyncio.create_task(worker.expire_leases()))
+        if config.redis_url is not None:
+            store = open_store(config.redis_url)
+            record = WorkerRecord(self._worker_id, self._role_name, address, worker.identity.epoch)
+            registering = asyncio.create_task(_keep_registered(store, record))
+            stack.push_async_callback(_unregister, store, record, registering)
+        for name in names:
+            server.set_serving(name, True)
+        self._status.ready()
+        LOG.info("serving as %s at %s", self._role_name, address)
+        return await self._until_told(server, stepping, worker, names)
+
+    async def _until_told(
+        self, server: Server, stepping: asyncio.Task[None], worker: WorkerService, names: list[str]
+    ) -> int:
+        told = asyncio.create_task(wait_for_shutdown_signal())
+        try:
+            await asyncio.wait([told, stepping], return_when=asyncio.FIRST_COMPLETED)
+            if stepping.done():
+                error = stepping.exception()
+                text = error.message if isinstance(error, BatonError) else repr(error)
+                LOG.critical("the step loop ended: %s", text)
+                self._status.failed(text)
+                return 70
+            self._status.draining()
+            for name in names:
+                server.set_serving(name, False)
+            num_evicted = await worker.drain(self._config.drain_timeout_s)
+            LOG.info("drained, %d attempts given back", num_evicted)
+            return 0
+        finally:
+            await _cancel(told)
+
+    def _open_memory(self, model: ModelParts, layout: KVLayout, epoch: int) -> PoolMemory:
+        config = self._config
+        ceiling = config.num_kv_blocks
+        if ceiling is None:
+            length = min(EXPECTED_SEQUENCE_TOKENS, config.max_model_len or model.max_context)
+            wanted = config.max_num_seqs * layout.num_blocks(length)
+            total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            affordable = int(config.kv_cache_memory_utilization * total_bytes) // layout.block_bytes
+            ceiling = max(1, min(wanted, affordable))
+        if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
+            raise ConfigError(
+                f"--max-model-len: the KV pool holds {ceiling * layout.block_size} tokens "
+                f"(--num-kv-blocks {ceiling}), got {config.max_model_len}"
+            )
+        directory = config.shared_memory_dir
+        if directory is not None and directory.is_dir():
+            unlink_dead(directory)
+        return PoolMemory.create(layout, ceiling, min(ceiling, INITIAL_BLOCKS), directory=directory, epoch=epoch)
+
+    def _build_parts(self, model: ModelParts, layout: KVLayout, epoch: int, memory: PoolMemory) -> WorkerParts:
+        config, ceiling = self._config, memory.planes.shape[1]
+        max_model_len = config.max_model_len or min(model.max_context, ceiling * layout.block_size)
+        if max_model_len > model.max_context:
+            raise ConfigError(f"--max-model-len: the model's context is {model.max_context}, got {max_model_len}")
+        facts = inference_pb2.GetModelResponse(
+            model=model.name,
+            architecture=model.architecture,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            dtype=model.dtype,
+            fingerprint=model.fingerprint,
+        )
+        limits = Limits(
+            max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.chunk_size, model.eos_token_ids
+        )
+        pool = BlockPool(memory.num_blocks, ceiling)
+        hasher = PrefixHasher(model.fingerprint, layout.fingerprint, layout.block_size)
+        return WorkerParts(
+            config=config,
+            identity=Identity(self._worker_id, epoch, ROLE_NAMES[self._role_name], facts, layout),
+            holdings=Holdings(pool, hasher, layout.block_size),
+            limits=limits,
+            leases=LeaseTable(epoch, config.kv_lease_ttl_s),
+            memory=memory,
+            telemetry=telemetry.configure(
+                f"baton-{self._role_name}",
+                config.trace_exporter,
+                endpoint=config.otlp_endpoint,
+                sample_ratio=config.trace_sample_ratio,
+                instance_id=self._worker_id,
+            ),
+        )
+
+
+def _pin(cpus: set[int]) -> None:
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise ConfigError(f"--cpus: this process may not run on {sorted(cpus)}: {error.strerror}") from None
+
+
+async def _keep_registered(store: MetadataStore, record: WorkerRecord) -> None:
+    """Renews the record, so that it disappears soon after this process does. A store that is away changes nothing:
+    routers keep the workers they know."""
+    while True:
+        with contextlib.suppress(StoreUnavailable):
+            await store.register_worker(record, REGISTRATION_TTL_S)
+        await asyncio.sleep(REGISTRATION_TTL_S / 4)
+
+
+async def _unregister(store: MetadataStore, record: WorkerRecord, registering: asyncio.Task[None]) -> None:
+    await _cancel(registering)
+    with contextlib.suppress(StoreUnavailable):
+        await store.unregister_worker(record.worker_id, record.epoch)
+    await store.close()
+
+
+async def _cancel(task: asyncio.Task[object]) -> None:
+    if not task.done():
+        task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled() and task.exception() is not None:
+        LOG.debug("a background task had ended with %r", task.exception())

@@ -1,0 +1,232 @@
+"""What every worker serves, whatever its role: `Worker` (describe, watch, drain) and `KVTransfer` (fetch, release).
+
+1. A lease is opened by the role when it accepts an attempt.
+2. Fetch claims it: credit. Blocks go out as they become ready; a fetch that ends early breaks the lease.
+3. Release ends it; its answer attests that it was unbroken, or does not.
+
+Owns no scheduling: the role gives its load and is told to drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from engine.request import Sample
+from engine.wire import check_attempt_id, token_to_proto
+from kvstore import transport as transports
+from kvstore.layout import KVLayout
+from kvstore.leases import Lease, LeaseState, LeaseTable
+from kvstore.memory import PoolMemory
+from kvstore.transport.base import Frame, add_to_checksum
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.errors import Aborted, FailedPrecondition, InvalidArgument
+
+LOG = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext
+WATCH_MAX_INTERVAL_S = 1.0
+WATCH_MIN_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker says of itself in Describe; constant for one incarnation."""
+
+    worker_id: str
+    """Its name."""
+    epoch: int
+    """Its incarnation."""
+    role: inference_pb2.WorkerRole
+    """Its part."""
+    model: inference_pb2.GetModelResponse
+    """What it serves."""
+    layout: KVLayout
+    """How its KV is laid out."""
+
+
+class Role(Protocol):
+    """The part of a worker that differs between the pools."""
+
+    def load(self) -> inference_pb2.WorkerLoad:
+        """The load now."""
+        ...
+
+    def live_attempts(self) -> int:
+        """Attempts that have not ended."""
+        ...
+
+    def evict_all(self, detail: str) -> int:
+        """Gives every attempt back to its router; answers how many."""
+        ...
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferServicer):
+    """The two services, and the leases they hand out."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        memory: PoolMemory,
+        transport_names: Sequence[str],
+        leases: LeaseTable,
+        role: Role,
+        on_drain: Callable[[], None],
+    ) -> None:
+        self.identity = identity
+        self.leases = leases
+        self.is_draining = False
+        """Whether new attempts are refused."""
+        self._memory = memory
+        self._transports = {name: transports.load(name) for name in transport_names}
+        self._role = role
+        self._on_drain = on_drain
+        self._changed = asyncio.Event()
+        self._emptied = asyncio.Event()
+
+    # Worker
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context[object, object]
+    ) -> worker_pb2.DescribeResponse:
+        """What does not change while this incarnation lives."""
+        identity = self.identity
+        offers = transports.offers(self._transports, self._memory, request.nonce)
+        return worker_pb2.DescribeResponse(
+            worker_id=identity.worker_id,
+            epoch=identity.epoch,
+            role=identity.role,
+            model=identity.model,
+            layout=identity.layout.fingerprint,
+            block_size=identity.layout.block_size,
+            block_bytes=identity.layout.block_bytes,
+            transports=[worker_pb2.TransportOffer(name=name, parameters=p) for name, p in offers],
+        )
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: Context[object, object]
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """Load reports: at once, on change (rate-limited), and as a sign of life."""
+        while True:
+            changed = self._changed
+            state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
+            yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
+            # The pause is the rate limit; changes during it are in the next report.
+            await asyncio.sleep(WATCH_MIN_INTERVAL_S)
+            await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: Context[object, object]
+    ) -> worker_pb2.DrainResponse:
+        """Refuses new attempts and waits for those that run."""
+        num_evicted = await self.drain(request.timeout_ms / 1000 if request.timeout_ms else None)
+        return worker_pb2.DrainResponse(num_evicted=num_evicted)
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Drains; gives running attempts back after `timeout_s` (None: never). Answers how many it gave back."""
+        self.is_draining = True
+        self._on_drain()
+        self.note_change()
+        num_evicted = 0
+        if self._role.live_attempts():
+            await _wait(self._emptied, timeout_s)
+        if self._role.live_attempts():
+            num_evicted = self._role.evict_all("the worker drains")
+            await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
+        return num_evicted
+
+    def note_change(self) -> None:
+        """Load or state may have changed: watchers get a report soon."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._role.live_attempts() == 0:
+            self._emptied.set()
+        else:
+            self._emptied.clear()
+
+    # KVTransfer
+
+    async def Fetch(
+        self, request: worker_pb2.FetchRequest, context: Context[object, object]
+    ) -> AsyncIterator[worker_pb2.FetchResponse]:
+        """Sends an attempt's blocks as they become ready, and ends after the last one."""
+        lease = self._claim(request)
+        transport, block_size = self._transports[request.transport], self.identity.layout.block_size
+        lease.num_sent_blocks = request.have_tokens // block_size
+        try:
+            while lease.state is LeaseState.OPEN:
+                lease.changed.clear()
+                ready = lease.block_table[lease.num_sent_blocks : lease.num_ready_blocks(block_size)]
+                frames = transport.serve(self._memory, ready)
+                while (frame := await asyncio.to_thread(_next, frames)) is not None:
+                    lease.checksum = add_to_checksum(frame, lease.checksum)
+                    first_block = lease.num_sent_blocks
+                    lease.num_sent_blocks += len(frame.block_ids)
+                    yield worker_pb2.FetchResponse(first_block=first_block, block_ids=frame.block_ids, data=frame.data)
+                    self.leases.touch(lease, time.monotonic())
+                if lease.is_complete and lease.num_sent_blocks == len(lease.block_table):
+                    return
+                await lease.changed.wait()
+            raise Aborted(f"attempt_id: the lease of {lease.attempt_id.hex()} was broken")
+        finally:
+            if not (lease.is_complete and lease.num_sent_blocks == len(lease.block_table)):
+                self.leases.break_(lease)
+
+    def _claim(self, request: worker_pb2.FetchRequest) -> Lease:
+        check_attempt_id(request.attempt_id)
+        lease = self.leases.find(request.attempt_id, request.epoch)
+        layout = self.identity.layout
+        if request.layout != layout.fingerprint:
+            raise FailedPrecondition(f"layout: this worker's is {layout.fingerprint}, got {request.layout}")
+        if request.transport not in self._transports:
+            known = ", ".join(self._transports)
+            raise FailedPrecondition(f"transport: this worker offers {known}, got {request.transport}")
+        if request.have_tokens % layout.block_size or request.have_tokens > lease.num_tokens:
+            raise InvalidArgument(
+                "have_tokens",
+                f"must be whole blocks of {layout.block_size} within {lease.num_tokens}, got {request.have_tokens}",
+            )
+        self.leases.claim(lease)
+        return lease
+
+    async def Release(
+        self, request: worker_pb2.ReleaseRequest, context: Context[object, object]
+    ) -> worker_pb2.ReleaseResponse:
+        """Ends a lease; attests it when the reader has everything and it was never broken."""
+        check_attempt_id(request.attempt_id)
+        lease = self.leases.find(request.attempt_id, request.epoch)
+        intact = self.leases.release(lease, request.num_tokens)
+        response = worker_pb2.ReleaseResponse(
+            intact=intact, epoch=self.leases.epoch, num_tokens=lease.num_tokens, checksum=lease.checksum
+        )
+        if intact:
+            assert isinstance(lease.result, Sample)
+            response.first_token.CopyFrom(token_to_proto(lease.num_tokens, lease.result))
+        return response
+
+    async def expire_leases(self) -> None:
+        """Breaks leases whose reader is silent; runs until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_MAX_INTERVAL_S)
+            for lease in self.leases.expired(time.monotonic()):
+                LOG.warning("the lease of %s expired unread", lease.attempt_id.hex())
+                self.leases.break_(lease)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Whether the event was set within the time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _next(frames: Iterator[Frame]) -> Frame | None:
+    return next(frames, None)

@@ -1,0 +1,175 @@
+"""The gRPC service of a prefilling worker.
+
+1. Run queues the attempt, opens its lease and answers `accepted`.
+2. The reader's Fetch claims the lease: the scheduler may start it.
+3. Each computed chunk makes whole blocks readable; the last one samples the first token, which Run reports.
+4. The reader releases the lease; Run reports `finished`, and the blocks stay behind as prefix cache.
+
+If the call is closed, the step fails or the lease breaks, the lease is broken first and the blocks are freed after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from engine.attempt import Attempt, start_span
+from engine.planning import Plan
+from engine.scheduling import NewToken
+from engine.sequence import PREFILL_MOVES, Sequence, State
+from engine.step_loop import StepLoop
+from engine.wire import pool_status, request_from_attempt, token_to_proto
+from engine.worker import WorkerParts
+from engine.worker_service import WorkerService
+from kvstore.leases import Lease, LeaseState
+from prefill_svc.scheduler import PrefillScheduler
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.errors import Aborted, BatonError, Unavailable
+from runtime.rpc import Server
+
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(slots=True)
+class _Job:
+    attempt: Attempt
+    lease: Lease
+
+
+class PrefillService(worker_pb2_grpc.PrefillServicer):
+    """Prefill.Run over a scheduler."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.scheduler = PrefillScheduler(parts.holdings, parts.limits)
+        self._parts = parts
+        self._leases = parts.leases
+        self._jobs: dict[Sequence, _Job] = {}
+        self._step_loop: StepLoop
+        self._worker: WorkerService
+
+    def start(self, server: Server, step_loop: StepLoop, worker: WorkerService) -> str:
+        """See `engine.worker.RoleService`."""
+        self._step_loop, self._worker = step_loop, worker
+        server.add(worker_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+        return "baton.v1.Prefill"
+
+    async def close(self) -> None:
+        """Nothing runs beside the calls."""
+
+    async def Run(
+        self, request: worker_pb2.PrefillRunRequest, context: Context[object, object]
+    ) -> AsyncIterator[worker_pb2.PrefillRunResponse]:
+        """One attempt, from acceptance to release."""
+        if self._worker.is_draining:
+            raise Unavailable(f"worker {self._parts.identity.worker_id} is draining")
+        job = self._accept(request, context)
+        attempt, lease, sequence = job.attempt, job.lease, job.attempt.sequence
+        try:
+            yield worker_pb2.PrefillRunResponse(accepted=self._accepted(sequence))
+            await attempt.wait_for(lambda s: s.state is State.LEASED)
+            self._raise_if_ended(sequence)
+            yield worker_pb2.PrefillRunResponse(first_token=self._first_token(attempt))
+            await lease.ended.wait()
+            self._raise_if_ended(sequence)
+            intact = lease.state is LeaseState.RELEASED
+            self.scheduler.end(sequence, State.FINISHED if intact else State.CANCELLED, "the reader gave up")
+            yield worker_pb2.PrefillRunResponse(finished=worker_pb2.PrefillFinished(intact=intact))
+        finally:
+            self.scheduler.end(sequence, State.CANCELLED, "the router closed the call")
+            del self._jobs[sequence]
+            attempt.close()
+            self._worker.note_change()
+            self._step_loop.wake()
+
+    def _accept(self, request: worker_pb2.PrefillRunRequest, context: Context[object, object]) -> _Job:
+        identity, limits = self._parts.identity, self._parts.limits
+        model = identity.model
+        accepted = request_from_attempt(request.attempt, model.fingerprint, model.vocab_size, limits.max_model_len)
+        span = start_span(self._parts.telemetry, "baton.prefill", context, accepted, identity.worker_id)
+        attempt = Attempt(accepted, PREFILL_MOVES, span, self._on_end)
+        sequence = attempt.sequence
+        try:
+            lease = self._leases.open(accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(sequence))
+        except BatonError:
+            span.end()
+            raise
+        job = self._jobs[sequence] = _Job(attempt, lease)
+        self.scheduler.add(sequence)
+        self._worker.note_change()
+        return job
+
+    def _on_credit(self, sequence: Sequence) -> None:
+        self.scheduler.credit(sequence)
+        self._step_loop.wake()
+
+    def _on_end(self, attempt: Attempt) -> None:
+        """The lease is broken before the move's caller frees a block."""
+        self._leases.break_(self._jobs[attempt.sequence].lease)
+
+    def _raise_if_ended(self, sequence: Sequence) -> None:
+        if sequence.state is State.EVICTED:
+            raise Unavailable(f"the attempt was given back: {sequence.detail}")
+        if sequence.is_over:
+            raise Aborted(f"the attempt ended: {sequence.detail or sequence.state.value}")
+
+    def _accepted(self, sequence: Sequence) -> worker_pb2.PrefillAccepted:
+        cached, _ = self._parts.holdings.cached_prefix(sequence, sequence.num_tokens - 1)
+        return worker_pb2.PrefillAccepted(
+            epoch=self._leases.epoch, cached_tokens=len(cached) * self._parts.holdings.block_size
+        )
+
+    def _first_token(self, attempt: Attempt) -> worker_pb2.PrefillFirstToken:
+        sequence = attempt.sequence
+        assert sequence.first_token is not None
+        return worker_pb2.PrefillFirstToken(
+            token=token_to_proto(sequence.num_tokens, sequence.first_token),
+            cached_tokens=sequence.num_cached,
+            queue_ms=attempt.queue_ms,
+            prefill_ms=1000 * (sequence.first_token_s - sequence.started_s),
+        )
+
+    # Steps
+
+    def planned(self, plan: Plan) -> None:
+        """A cached prefix is readable before anything is computed."""
+        self._report_progress(plan)
+
+    def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
+        """More blocks are readable; finished prompts are complete."""
+        self._report_progress(plan)
+        for token in new_tokens:
+            lease = self._jobs[token.sequence].lease
+            self._leases.complete(lease, token.sample, token.sequence.first_token_s)
+        self._worker.note_change()
+
+    def _report_progress(self, plan: Plan) -> None:
+        for part in plan.slices:
+            job = self._jobs.get(part.sequence)
+            if job is not None and not part.sequence.is_over:
+                self._leases.progress(job.lease, part.sequence.block_table, part.sequence.num_computed)
+
+    # Load
+
+    def load(self) -> inference_pb2.WorkerLoad:
+        """See `engine.worker_service.Role`."""
+        scheduler = self.scheduler
+        return inference_pb2.WorkerLoad(
+            num_queued=scheduler.num_queued,
+            num_running=scheduler.num_running,
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_leases=len(self._leases),
+            pool=pool_status(self._parts.holdings),
+        )
+
+    def live_attempts(self) -> int:
+        """See `engine.worker_service.Role`."""
+        return len(self._jobs)
+
+    def evict_all(self, detail: str) -> int:
+        """See `engine.worker_service.Role`."""
+        live = self.scheduler.live()
+        for sequence in live:
+            self.scheduler.end(sequence, State.EVICTED, detail)
+        return len(live)
