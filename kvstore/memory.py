@@ -117,7 +117,7 @@ class PoolMemory:
     def commit(self, num_blocks: int) -> None:
         """Makes the blocks below `num_blocks` usable; a smaller number than now changes nothing.
 
-        Raises PoolMemoryFull, with nothing changed and nothing kept, if the file system has no room.
+        Raises PoolMemoryFull, with nothing changed and the pages given back, if the file system has no room.
         """
         if num_blocks > self.ceiling:
             raise ValueError(f"num_blocks: at most the ceiling {self.ceiling}, got {num_blocks}")
@@ -183,8 +183,8 @@ class SharedPool:
             raise PoolFileError(f"{path}: not the name of a pool file")
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise PoolFileError(f"{path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
+            raise PoolFileError(f"{path}: {error}") from error
         try:
             self._map(path, fd)
         finally:
@@ -270,8 +270,12 @@ def _create_locked(path: Path) -> int:
 def _give_back_pages(mapping: mmap.mmap, start: int, length: int) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # a page shared with a usable block stays
     last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first:
+    if last <= first:
+        return
+    try:
         mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+    except OSError as error:
+        logger.warning("%d bytes of the pool file stay allocated unused: %s", last - first, error)
 
 
 def _view_planes(mapping: mmap.mmap, layout: KVLayout, ceiling: int) -> Planes:

@@ -23,7 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: list[int] = []  # least recently released first
         self.generations: Counter[int] = Counter()
 
-    @initialize(num_blocks=st.integers(0, 6), extra=st.integers(0, 4))
+    @initialize(num_blocks=st.integers(2, 6), extra=st.integers(0, 3))
     def create(self, num_blocks: int, extra: int) -> None:
         self.pool = BlockPool(num_blocks, num_blocks + extra)
         self.total, self.ceiling = num_blocks, num_blocks + extra
@@ -54,17 +54,19 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in table:
             self.generations[block_id] += 1
             self.content[block_id] = None
-        self.tables.append(table)
+        if table:
+            self.tables.append(table)
 
-    @precondition(lambda self: any(self.tables))
-    @rule(data=st.data(), length=st.integers(1, 5))
-    def share_a_prefix(self, data: st.DataObject, length: int) -> None:
-        prefix = list(data.draw(st.sampled_from([table for table in self.tables if table])))[:length]
+    @precondition(lambda self: self.tables)
+    @rule(pick=st.integers(0, 99), length=st.integers(1, 5))
+    def share_a_prefix(self, pick: int, length: int) -> None:
+        prefix = self.tables[pick % len(self.tables)][:length]
         self.pool.share(prefix)
         self.tables.append(prefix)
 
-    @rule(hashes=st.lists(st.sampled_from(HASHES), max_size=4, unique=True), take=st.booleans())
-    def match(self, hashes: list[bytes], take: bool) -> None:
+    @rule(first=st.integers(0, len(HASHES) - 1), take=st.booleans())
+    def match(self, first: int, take: bool) -> None:
+        hashes = HASHES[first:]
         holders = {content: block_id for block_id, content in self.content.items() if content is not None}
         expected: list[int] = []
         for block_hash in hashes:
@@ -76,24 +78,23 @@ class PoolMachine(RuleBasedStateMachine):
         if take:
             self.pool.share(found)
             self.cached = [block_id for block_id in self.cached if block_id not in found]
-            self.tables.append(found)
-
-    @precondition(lambda self: any(self.tables))
-    @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
-    def register(self, data: st.DataObject, block_hash: bytes) -> None:
-        writable = [block_id for block_id in self.held() if self.content[block_id] is None]
-        if not writable:
-            return
-        block_id = data.draw(st.sampled_from(writable))
-        self.pool.register(block_id, block_hash)
-        if block_hash not in self.content.values():
-            self.content[block_id] = block_hash
+            self.tables += [found] if found else []
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), keep=st.integers(0, 3))
-    def release(self, data: st.DataObject, keep: int) -> None:
-        index = data.draw(st.integers(0, len(self.tables) - 1))
-        table = self.tables.pop(index)
+    @rule(pick=st.integers(0, 99), first=st.integers(0, len(HASHES) - 1))
+    def register(self, pick: int, first: int) -> None:
+        """Completes the blocks of a table, in order, as a prompt's prefill does."""
+        for block_id, block_hash in zip(self.tables[pick % len(self.tables)], HASHES[first:], strict=False):
+            if self.content[block_id] is not None:
+                continue
+            self.pool.register(block_id, block_hash)
+            if block_hash not in self.content.values():
+                self.content[block_id] = block_hash
+
+    @precondition(lambda self: self.tables)
+    @rule(pick=st.integers(0, 99), keep=st.sampled_from([0, 0, 0, 1]))
+    def release(self, pick: int, keep: int) -> None:
+        table = self.tables.pop(pick % len(self.tables))
         kept, released = table[:keep], table[keep:]
         self.pool.release(released)
         if kept:
@@ -103,13 +104,15 @@ class PoolMachine(RuleBasedStateMachine):
             if block_id not in held and self.content[block_id] is not None:
                 self.cached.append(block_id)
 
+    @precondition(lambda self: len(self.cached) > 1)
     @rule()
     def drop_cached(self) -> None:
         self.pool.drop_cached()
         self.content = dict.fromkeys(self.content)
         self.cached = []
 
-    @rule(num_blocks=st.integers(0, 3))
+    @precondition(lambda self: self.total < self.ceiling)
+    @rule(num_blocks=st.integers(1, 3))
     def grow(self, num_blocks: int) -> None:
         added = min(num_blocks, self.ceiling - self.total)
         assert self.pool.grow(num_blocks) == added
@@ -129,4 +132,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
