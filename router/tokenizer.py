@@ -217,7 +217,5 @@ def byte_level_alphabet() -> dict[int, str]:
     """Byte to the character that stands for it in byte-level vocabularies: itself where it is printable in Latin-1,
     else the next free one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in alphabet]
-    alphabet.update({byte: chr(0x100 + index) for index, byte in enumerate(others)})
-    return alphabet
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)}
