@@ -46,10 +46,11 @@ for _, key in ipairs(KEYS) do
 end
 """
 
-# KEYS: records, expiry. ARGV: worker id, epoch.
+# KEYS: records, expiry. ARGV: worker id, epoch. What cannot be read is nobody's and goes too.
 _UNREGISTER = """
 local record = redis.call('HGET', KEYS[1], ARGV[1])
-if record and cjson.decode(record)['epoch'] == ARGV[2] then
+local readable, fields = pcall(cjson.decode, record or '{}')
+if not readable or type(fields) ~= 'table' or fields['epoch'] == ARGV[2] then
   redis.call('HDEL', KEYS[1], ARGV[1])
   redis.call('ZREM', KEYS[2], ARGV[1])
 end
@@ -67,12 +68,12 @@ return redis.call('HVALS', KEYS[1])
 """
 
 # KEYS: session. ARGV: expected fence, ttl in ms, then the record's fields and values.
-# A write that took effect and is repeated finds its own digest, which covers the fence.
+# A write that took effect and is repeated finds its own digest, which covers the fence. HSET is the first command that
+# writes: after any other a server without room would let it through.
 _WRITE = """
 local stored = redis.call('HMGET', KEYS[1], 'fence', 'digest')
 local digest = ARGV[4]
 if stored[2] ~= digest and (stored[1] or '0') ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
