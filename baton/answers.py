@@ -40,8 +40,8 @@ class Sampling(TypedDict, total=False):
     """No end before this many tokens."""
     seed: int
     """Makes sampling repeatable; drawn and reported when left out."""
-    stop: Sequence[str]
-    """Generation ends where one of these first appears; at most 16."""
+    stop: str | Sequence[str]
+    """Generation ends where this, or one of these, first appears; at most 16."""
     stop_token_ids: Sequence[int]
     """Generation ends when one of these ids is generated; at most 64."""
     include_stop_str_in_output: bool
@@ -211,7 +211,8 @@ def build_request(
         named = name == "priority" and value in _PRIORITIES
         _fill(request, name, f"PRIORITY_{value.upper()}" if named and value is not None else value)
     for name, option in sampling.items():
-        _fill(request.sampling, name, option, "sampling.")
+        one_stop = name == "stop" and isinstance(option, str)
+        _fill(request.sampling, name, [option] if one_stop else option, "sampling.")
     return request
 
 

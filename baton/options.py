@@ -1,0 +1,144 @@
+"""Options of the `baton` subcommands, one frozen dataclass each; `runtime.config.load` fills them.
+
+Flags have the names that `vllm serve` gives them where the meaning is the same. Options left at None are not passed on
+to the processes of `serve`, whose own defaults then hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.client import DEFAULT_ADDRESS
+from runtime.errors import ConfigError
+
+
+def _in(group: str, **metadata: object) -> dict[str, object]:
+    return {"group": group, **metadata}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """`baton serve MODEL`: the whole system on this machine."""
+
+    model: str = field(metadata={"positional": True})
+    """Hugging Face folder, .gguf file, "smollm2" (packaged) or "tracer" (no model: tests everything else)."""
+    host: str = field(default="127.0.0.1", metadata=_in("Address"))
+    """Where the first router listens; workers and Redis stay on loopback."""
+    port: int = field(default=50051, metadata=_in("Address", min=0, max=65535))
+    """Port of the first router, further routers take the next ones; 0: any free port."""
+
+    served_model_name: str | None = field(default=None, metadata=_in("Model"))
+    """The model's public name; default: its folder or file name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = field(default=None, metadata=_in("Model"))
+    """Type of weights, activations and KV."""
+    max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
+    """Most tokens of prompt and output together; default: what the model and the KV pool hold."""
+
+    num_routers: int = field(default=1, metadata=_in("Processes", min=1))
+    """Routers."""
+    num_prefill: int = field(default=1, metadata=_in("Processes", min=0))
+    """Workers that compute prompts."""
+    num_decode: int = field(default=1, metadata=_in("Processes", min=0))
+    """Workers that generate."""
+    num_mixed: int = field(default=0, metadata=_in("Processes", min=0))
+    """Workers that do both for their own requests."""
+    redis_url: str | None = field(default=None, metadata=_in("Processes"))
+    """A Redis or Valkey to use, redis://host:port/db; default: one is started."""
+    drain_timeout_s: float = field(default=30.0, metadata=_in("Processes", min=0))
+    """How long running requests may take to finish after SIGTERM or Ctrl-C."""
+
+    max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Most sequences that hold KV blocks at once, a worker."""
+    max_num_batched_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Most tokens computed in one step."""
+    chunk_size: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Most tokens of one prompt computed in one step."""
+    block_size: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Token positions in a KV block."""
+    num_kv_blocks: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Blocks a worker's KV pool may grow to."""
+    kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
+    """Transports to offer, of shm, grpc, ...; default: all."""
+
+    trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
+    """Where spans go."""
+    otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
+    """Collector for --trace-exporter otlp, http://host:4317."""
+    trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
+    """Part of the traces that begin here which are recorded."""
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="warning", metadata=_in("Observability"))
+    """Least severe records that the processes log to standard error."""
+
+    def __post_init__(self) -> None:
+        if self.num_decode + self.num_mixed == 0:
+            raise ConfigError("--num-decode: at least one decode or mixed worker is needed, got 0 of both")
+        if self.port > 0 and self.port + self.num_routers - 1 > 65535:
+            raise ConfigError(f"--port: {self.num_routers} routers need ports up to {self.port + self.num_routers - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """`baton workers`."""
+
+    address: str = field(default=DEFAULT_ADDRESS, metadata=_in("Router"))
+    """A router, host:port."""
+    timeout_s: float = field(default=10.0, metadata=_in("Router", min=0))
+    """How long to wait for its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerConfig:
+    """What `baton generate` and `baton chat` share."""
+
+    address: str = field(default=DEFAULT_ADDRESS, metadata=_in("Router"))
+    """A router, host:port."""
+    timeout_s: float | None = field(default=None, metadata=_in("Router", min=0))
+    """How long an answer may take."""
+    priority: Literal["low", "normal", "high"] | None = field(default=None, metadata=_in("Router"))
+    """The request's class."""
+
+    temperature: float | None = field(default=None, metadata=_in("Sampling"))
+    """0 always takes the likeliest token; the router's default is 1."""
+    top_p: float | None = field(default=None, metadata=_in("Sampling"))
+    """Sample from the smallest set of tokens that reaches this probability."""
+    top_k: int | None = field(default=None, metadata=_in("Sampling"))
+    """Sample from this many likeliest tokens."""
+    min_p: float | None = field(default=None, metadata=_in("Sampling"))
+    """Sample from tokens at least this many times as likely as the likeliest."""
+    presence_penalty: float | None = field(default=None, metadata=_in("Sampling"))
+    """Against tokens that occurred in the output."""
+    frequency_penalty: float | None = field(default=None, metadata=_in("Sampling"))
+    """Against tokens, for each time they occurred in the output."""
+    repetition_penalty: float | None = field(default=None, metadata=_in("Sampling"))
+    """Against tokens that occurred in prompt or output; 1 is off."""
+    max_tokens: int | None = field(default=None, metadata=_in("Sampling"))
+    """Most tokens to generate."""
+    min_tokens: int | None = field(default=None, metadata=_in("Sampling"))
+    """No end before this many tokens."""
+    seed: int | None = field(default=None, metadata=_in("Sampling"))
+    """Makes the answer repeatable."""
+    stop: tuple[str, ...] | None = field(default=None, metadata=_in("Sampling"))
+    """End where one of these appears."""
+    ignore_eos: bool | None = field(default=None, metadata=_in("Sampling"))
+    """Go on past the model's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig(AnswerConfig):
+    """`baton generate PROMPT`."""
+
+    prompt: str = field(kw_only=True, metadata={"positional": True})
+    """The text to go on from; "-" reads standard input."""
+    chat: bool = field(default=False, metadata=_in("Output"))
+    """Take the prompt as a user's message and lay it out by the model's chat template."""
+    stats: bool = field(default=False, metadata=_in("Output"))
+    """Print workers, token counts and durations to standard error at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig(AnswerConfig):
+    """`baton chat`."""
+
+    system: str | None = field(default=None, metadata=_in("Conversation"))
+    """A system message to begin with."""

@@ -1,0 +1,87 @@
+"""`baton serve`: Redis, routers and workers of one machine as supervised processes.
+
+Life: choose ports and CPUs; start Redis unless one is named; start routers and workers together; wait until every
+router says that a prefill-decode pair is proven; run until a signal; end routers, then workers, then Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from baton import metadata_server
+from baton.options import ServeConfig
+from baton.progress import Progress
+from baton.supervisor import Change, StartFailed, Supervisor
+from baton.topology import LOOPBACK, Topology, choose_ports, plan_topology
+from runtime.rpc import wait_for_shutdown_signal
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSystem:
+    """A system that is ready."""
+
+    topology: Topology
+    """Its processes and the routers' addresses."""
+    supervisor: Supervisor
+    """What keeps it running."""
+
+
+@contextlib.asynccontextmanager
+async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> AsyncIterator[RunningSystem]:
+    """A ready system for as long as the block runs. StartFailed, ConfigError or Unavailable when it cannot start."""
+    supervisor = Supervisor(on_change, drain_timeout_s=config.drain_timeout_s)
+    num_workers = config.num_prefill + config.num_decode + config.num_mixed
+    redis_port, *ports = choose_ports(1 + num_workers + config.num_routers)
+    redis_url = config.redis_url or f"redis://{LOOPBACK}:{redis_port}/0"
+    topology = plan_topology(config, redis_url, _usable_cpus(), ports, run_id=secrets.token_hex(3))
+    try:
+        if config.redis_url is None:
+            metadata_server.find_binary()
+            await supervisor.start([metadata_server.process_spec(redis_port)])
+        await supervisor.start(topology.processes)
+        yield RunningSystem(topology, supervisor)
+    finally:
+        await supervisor.stop()
+
+
+async def serve(config: ServeConfig, output: TextIO) -> int:
+    """Runs a system until SIGTERM or SIGINT; the exit code. What is wrong at the start is shown once."""
+    progress = Progress(output)
+    serving = asyncio.create_task(_serve_until_cancelled(config, progress, output))
+    stop = asyncio.create_task(wait_for_shutdown_signal())
+    await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        progress.abandon_loading()
+        print("stopping; again to stop at once", file=output, flush=True)
+    stop.cancel()
+    serving.cancel()
+    try:
+        await serving
+    except asyncio.CancelledError:
+        return 0
+    except StartFailed as error:
+        progress.abandon_loading()
+        print(error.message, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+async def _serve_until_cancelled(config: ServeConfig, progress: Progress, output: TextIO) -> None:
+    async with running(config, progress.on_change) as system:
+        progress.finish_loading()
+        address = system.topology.addresses[0]
+        hint = "" if address == "127.0.0.1:50051" else f" --address {address}"
+        print(f'ready: baton chat{hint}   or   baton generate{hint} "..."', file=output, flush=True)
+        await system.supervisor.wait_for_failure()
+
+
+def _usable_cpus() -> set[int]:
+    """CPUs this process may use; empty where the system does not pin."""
+    return os.sched_getaffinity(0) if sys.platform == "linux" else set()

@@ -1,0 +1,168 @@
+"""Which processes `baton serve` runs: a pure function from its options, ports and CPUs to command lines.
+
+Owns the split of cores between the pools and the choice of free ports. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.options import ServeConfig
+from runtime.errors import Unavailable
+from runtime.rpc import format_address
+
+LOOPBACK = "127.0.0.1"
+PORT_RANGE = range(20_000, 32_000)
+"""Below the ports that systems give to outgoing connections, so that none takes ours before its process binds it."""
+
+WORKER_OPTIONS = (
+    "served_model_name",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "chunk_size",
+    "block_size",
+    "num_kv_blocks",
+    "kv_transports",
+)
+OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to keep running."""
+
+    name: str
+    """Shown to the user, unique."""
+    argv: tuple[str, ...]
+    """Command line, without --status-fd."""
+    gates_readiness: bool = False
+    """Whether the system is ready only when this process says so."""
+    cpus: frozenset[int] = frozenset()
+    """CPUs it may use; empty: all."""
+    stop_rank: int = 0
+    """At shutdown, processes of a lower rank end before those of a higher one are told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """All processes and where clients connect."""
+
+    processes: tuple[ProcessSpec, ...]
+    """In the order they are started and shown."""
+    addresses: tuple[str, ...]
+    """Of the routers, host:port."""
+
+
+def plan_topology(
+    config: ServeConfig, redis_url: str, cpus: Iterable[int], ports: Iterable[int], run_id: str
+) -> Topology:
+    """Command lines for `config`.
+
+    `cpus` are those this process may use; `ports` free ones, as many as there are workers, and routers if the port
+    is 0. `run_id` makes worker ids of this run unlike those of earlier ones that share a Redis.
+    """
+    free_ports = iter(ports)
+    kinds = ["prefill"] * config.num_prefill + ["decode"] * config.num_decode + ["mixed"] * config.num_mixed
+    shares = split_cpus(sorted(cpus), config.num_prefill, config.num_decode + config.num_mixed)
+    workers: list[ProcessSpec] = []
+    addresses: dict[str, list[str]] = {"prefill": [], "decode": [], "mixed": []}
+    for kind, share in zip(kinds, shares, strict=True):
+        name = f"{kind}-{len(addresses[kind])}"
+        port = next(free_ports)
+        addresses[kind].append(format_address(LOOPBACK, port))
+        workers.append(_worker(config, kind, f"{name}-{run_id}", name, port, redis_url, share))
+    shared_cpus = frozenset(cpu for spec in workers if spec.name.startswith("prefill") for cpu in spec.cpus)
+    routers: list[ProcessSpec] = []
+    public: list[str] = []
+    for index in range(config.num_routers):
+        port = config.port + index if config.port else next(free_ports)
+        public.append(format_address(config.host, port))
+        argv = [
+            *_python("router"),
+            f"--host={config.host}",
+            f"--port={port}",
+            f"--model={config.model}",
+            *_flags(config, ("served_model_name",)),
+            f"--redis-url={redis_url}",
+            f"--router-id=router-{index}-{run_id}",
+            f"--prefill-workers={','.join(addresses['prefill'])}",
+            f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
+            *_flags(config, OBSERVABILITY_OPTIONS),
+        ]
+        routers.append(ProcessSpec(f"router-{index}", tuple(argv), gates_readiness=True, cpus=shared_cpus))
+    return Topology(processes=(*routers, *workers), addresses=tuple(public))
+
+
+def split_cpus(cpus: list[int], num_prefill: int, num_decode: int) -> list[frozenset[int]]:
+    """The CPUs of each prefill worker, then of each decode worker; empty sets where pinning would not help.
+
+    The pools get half each, prefill the odd one; within a pool the workers share evenly, or all use all of it where
+    there are more workers than CPUs.
+    """
+    if len(cpus) < 2:
+        return [frozenset()] * (num_prefill + num_decode)
+    middle = 0 if num_prefill == 0 else len(cpus) if num_decode == 0 else (len(cpus) + 1) // 2
+    return [*_shares(cpus[:middle], num_prefill), *_shares(cpus[middle:], num_decode)]
+
+
+def choose_ports(count: int) -> list[int]:
+    """Different ports that are free on loopback now. Unavailable when there are not enough."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        found.append(port)
+    raise Unavailable(f"only {len(found)} of {count} ports are free between {PORT_RANGE.start} and {PORT_RANGE.stop}")
+
+
+def _shares(cpus: list[int], num_workers: int) -> list[frozenset[int]]:
+    if num_workers > len(cpus):
+        return [frozenset(cpus)] * num_workers
+    bounds = [len(cpus) * index // num_workers for index in range(num_workers + 1)] if num_workers else [0]
+    return [frozenset(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def _worker(
+    config: ServeConfig, kind: str, worker_id: str, name: str, port: int, redis_url: str, cpus: frozenset[int]
+) -> ProcessSpec:
+    argv = [
+        *_python("prefill_svc" if kind == "prefill" else "decode_svc"),
+        f"--model={config.model}",
+        *(["--role=mixed"] if kind == "mixed" else []),
+        f"--host={LOOPBACK}",
+        f"--port={port}",
+        f"--worker-id={worker_id}",
+        f"--redis-url={redis_url}",
+        *([f"--cpus={','.join(map(str, sorted(cpus)))}"] if cpus else []),
+        f"--drain-timeout-s={config.drain_timeout_s}",
+        *_flags(config, WORKER_OPTIONS),
+        *_flags(config, OBSERVABILITY_OPTIONS),
+    ]
+    return ProcessSpec(name, tuple(argv), cpus=cpus, stop_rank=1)
+
+
+def _python(module: str) -> list[str]:
+    """-P: a file of that name in the user's folder must not be taken for ours."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def _flags(config: ServeConfig, names: Iterable[str]) -> list[str]:
+    """Flags of the options that were given."""
+    flags = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            flags.append(f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, tuple) else value}")
+    return flags
