@@ -168,7 +168,11 @@ def _normalise(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         scaling = dict(scaling)
         older_name = scaling.pop("type", None)
         scaling.setdefault("rope_type", older_name or "default")
-    config["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
+    if scaling and scaling["rope_type"] == "default":
+        # No scaling, but what else stands here must not be lost, partial_rotary_factor for one.
+        config = {**{key: value for key, value in scaling.items() if key != "rope_type"}, **config}
+        scaling = None
+    config["rope_scaling"] = scaling or None
     return config
 
 

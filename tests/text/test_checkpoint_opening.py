@@ -114,6 +114,12 @@ def test_rope_settings_of_every_age(tmp_path, config, theta, scaling):
         assert "rope_theta" not in got["rope_scaling"]
 
 
+def test_partial_rotation_is_not_lost(tmp_path):
+    parameters = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}
+    got = config_of(tmp_path, rope_parameters=parameters)
+    assert (got["partial_rotary_factor"], got["rope_scaling"], got["rope_theta"]) == (0.5, None, 1e6)
+
+
 def test_rope_settings_by_kind_of_layer_are_left_for_the_model_to_refuse(tmp_path):
     parameters = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     assert config_of(tmp_path, rope_parameters=parameters)["rope_parameters"] == parameters

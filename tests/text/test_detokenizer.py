@@ -39,6 +39,8 @@ def test_every_split_of_text_gives_whole_characters(byte_tokenizer, text, cuts):
 
 @given(text=TEXTS)
 def test_real_vocabulary(smollm2, text):
+    # The vocabulary lacks a few bytes, which only control characters and planes 4 to 11 need; they vanish in encoding.
+    text = "".join(char for char in text if char.isprintable() and not 0x40000 <= ord(char) < 0xC0000)
     token_ids = smollm2.encode(text, add_special_tokens=False)
     assert "".join(deltas(Detokenizer(smollm2, skip_special_tokens=False), token_ids)) == text
 
