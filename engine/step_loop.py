@@ -38,8 +38,9 @@ class StepLoop:
     """Drives one scheduler and one runner."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, memory: PoolMemory, observer: StepObserver) -> None:
+        self.runner = runner
+        """Computes the batches."""
         self._scheduler = scheduler
-        self._runner = runner
         self._memory = memory
         self._observer = observer
         self._wanted = asyncio.Event()
@@ -72,7 +73,7 @@ class StepLoop:
     async def _step(self, plan: Plan) -> None:
         batch = build_batch(plan, self._scheduler.holdings.block_size, self._scheduler.limits.eos_token_ids)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self._runner.run, batch)
+            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.run, batch)
         except Exception as error:
             # What one step holds must not take the worker down; the attempts fail, and a poison request fails alone.
             LOG.exception("a step of %d tokens failed", plan.num_tokens)

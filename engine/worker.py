@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,28 @@ class WorkerParts:
     """Traces."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningWorker:
+    """A worker that serves, as whoever started it sees it."""
+
+    address: str
+    """host:port where it is reached."""
+    parts: WorkerParts
+    """What it is made of."""
+    role: RoleService
+    """Its scheduler and service."""
+    service: WorkerService
+    """Its leases and its drain."""
+    step_loop: StepLoop
+    """What drives it."""
+    server: Server
+    """Its sockets."""
+    service_names: tuple[str, ...]
+    """What its health service reports."""
+    stepping: asyncio.Task[None]
+    """The step loop; when it ends by itself the worker has failed."""
+
+
 def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts], RoleService]) -> int:
     """Runs a worker until it is told to stop; answers the process's exit code."""
     worker_id = config.worker_id or f"{role}-{secrets.token_hex(4)}"
@@ -94,14 +116,16 @@ def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts
         cpus = config.cpu_set()
         if cpus is not None:
             _pin(cpus)
-        return asyncio.run(_Worker(config, role, worker_id, status, make_role).run())
+        return asyncio.run(Worker(config, role, worker_id, status, make_role).run())
     except BatonError as error:
         status.failed(error.message)
         LOG.error("%s", error.message)
         return 1
 
 
-class _Worker:
+class Worker:
+    """One worker, from configuration to the end of its calls; needs a running event loop and no process of its own."""
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -117,6 +141,15 @@ class _Worker:
         self._make_role = make_role
 
     async def run(self) -> int:
+        """Serves until told to stop; answers the process's exit code."""
+        async with self.serving() as running:
+            self._status.ready()
+            LOG.info("serving as %s at %s", self._role_name, running.address)
+            return await self._until_told(running)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[RunningWorker]:
+        """A worker that takes calls inside the block and is gone after it: running calls get a moment, then end."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             model = open_model(config.model, config.dtype, config.served_model_name)
@@ -133,40 +166,41 @@ class _Worker:
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role)
-            worker = WorkerService(
+            service = WorkerService(
                 parts.identity, memory, config.kv_transports, parts.leases, role, on_drain=step_loop.wake
             )
-            return await self._serve(stack, role, step_loop, worker)
+            yield await self._listen(stack, parts, role, step_loop, service)
 
-    async def _serve(
-        self, stack: contextlib.AsyncExitStack, role: RoleService, step_loop: StepLoop, worker: WorkerService
-    ) -> int:
+    async def _listen(
+        self,
+        stack: contextlib.AsyncExitStack,
+        parts: WorkerParts,
+        role: RoleService,
+        step_loop: StepLoop,
+        service: WorkerService,
+    ) -> RunningWorker:
         config, server = self._config, Server()
-        server.add(worker_pb2_grpc.add_WorkerServicer_to_server, worker, "baton.v1.Worker")
-        server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, worker, "baton.v1.KVTransfer")
-        names = ["baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, worker)]
+        server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, "baton.v1.Worker")
+        server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, service, "baton.v1.KVTransfer")
+        names = ("baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, service))
         port = await server.start(config.host, config.port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         address = config.advertise_address or format_address(config.host, port)
         self._status.listening(address)
         stepping = asyncio.create_task(step_loop.run())
         stack.push_async_callback(_cancel, stepping)
-        stack.push_async_callback(_cancel, asyncio.create_task(worker.expire_leases()))
+        stack.push_async_callback(_cancel, asyncio.create_task(service.expire_leases()))
         if config.redis_url is not None:
             store = open_store(config.redis_url)
-            record = WorkerRecord(self._worker_id, self._role_name, address, worker.identity.epoch)
+            record = WorkerRecord(self._worker_id, self._role_name, address, parts.identity.epoch)
             registering = asyncio.create_task(_keep_registered(store, record))
             stack.push_async_callback(_unregister, store, record, registering)
         for name in names:
             server.set_serving(name, True)
-        self._status.ready()
-        LOG.info("serving as %s at %s", self._role_name, address)
-        return await self._until_told(server, stepping, worker, names)
+        return RunningWorker(address, parts, role, service, step_loop, server, names, stepping)
 
-    async def _until_told(
-        self, server: Server, stepping: asyncio.Task[None], worker: WorkerService, names: list[str]
-    ) -> int:
-        told = asyncio.create_task(wait_for_shutdown_signal())
+    async def _until_told(self, running: RunningWorker) -> int:
+        told, stepping = asyncio.create_task(wait_for_shutdown_signal()), running.stepping
         try:
             await asyncio.wait([told, stepping], return_when=asyncio.FIRST_COMPLETED)
             if stepping.done():
@@ -176,9 +210,9 @@ class _Worker:
                 self._status.failed(text)
                 return 70
             self._status.draining()
-            for name in names:
-                server.set_serving(name, False)
-            num_evicted = await worker.drain(self._config.drain_timeout_s)
+            for name in running.service_names:
+                running.server.set_serving(name, False)
+            num_evicted = await running.service.drain(self._config.drain_timeout_s)
             LOG.info("drained, %d attempts given back", num_evicted)
             return 0
         finally:
