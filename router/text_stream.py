@@ -33,11 +33,19 @@ class TextStream:
     """The text of one request's output."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str], include_stop: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str],
+        include_stop: bool,
+        min_tokens: int = 0,
     ) -> None:
-        """Of the prompt only an incomplete last character matters: its last few tokens are enough."""
+        """Of the prompt only an incomplete last character matters: its last few tokens are enough. The text of the
+        first `min_tokens` output tokens is not searched for stop strings."""
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt_token_ids)
         self._matcher = StopMatcher(stops, include_stop)
+        self._min_tokens = min_tokens
+        self._num_unsearched_chars = 0
         self._num_chars_after: list[int] = []  # for each token: characters that are whole after it
 
     def push(self, token_id: int) -> TextDelta:
@@ -45,6 +53,9 @@ class TextStream:
         text = self._detokenizer.push((token_id,))
         num_chars_before = self._num_chars_after[-1] if self._num_chars_after else 0
         self._num_chars_after.append(num_chars_before + len(text))
+        if len(self._num_chars_after) <= self._min_tokens:
+            self._num_unsearched_chars += len(text)
+            return TextDelta(text)
         return self._delta(self._matcher.push(text))
 
     def finish(self) -> TextDelta:
@@ -60,5 +71,6 @@ class TextStream:
         if delta.end is None:
             return TextDelta(delta.text)
         # The end of an incomplete character is whole only after the last token.
-        num_tokens = min(bisect_left(self._num_chars_after, delta.end) + 1, len(self._num_chars_after))
+        end = self._num_unsearched_chars + delta.end
+        num_tokens = min(bisect_left(self._num_chars_after, end) + 1, len(self._num_chars_after))
         return TextDelta(delta.text, delta.matched, num_tokens)

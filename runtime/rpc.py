@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 
 from runtime.errors import BatonError, InvalidArgument, Unavailable
 from runtime.health import HealthService
-from runtime.rich_status import from_status, to_status
+from runtime.rich_status import DETAILS_KEY, from_status, to_status
 
 LOG = logging.getLogger(__name__)
 
@@ -142,6 +142,11 @@ def _merged(
 def error_from_call(error: grpc.aio.AioRpcError) -> BatonError:
     """The error that the far side raised, as its class again; see `runtime.rich_status.from_status`."""
     return from_status(error.code(), error.details() or "", list(error.trailing_metadata() or ()))
+
+
+def has_details(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the far side raised the error on purpose; the library's own errors carry no details."""
+    return any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def time_remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

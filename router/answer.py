@@ -1,0 +1,119 @@
+"""A request's answer as it grows: every position once and in order, its text, and what the client has yet to take.
+
+Prefill and decode both report the first token, a new attempt may repeat some, tokens may be under way when a stop
+string is found: `add` takes what is next and drops the rest. Reading and writing sides meet in one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from protos import inference_pb2, worker_pb2
+from router.text_stream import TextDelta, TextStream
+from router.tokenizer import Tokenizer
+from router.validation import PreparedRequest
+
+STALLED_TOKENS = 256
+
+
+class TokensMissing(Exception):
+    """A token came before its predecessor: messages were lost on the way, and the attempt must end."""
+
+
+class Answer:
+    """The output of one request over all its attempts."""
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer, arrived_s: float) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        """Output so far, up to the end of a stop string."""
+        self.matched_stop: str | None = None
+        """The stop string that ended it."""
+        self.arrived_s = arrived_s
+        """Monotonic clock."""
+        self.first_token_s: float | None = None
+        """When the first token came."""
+        self.last_token_s: float | None = None
+        """When the last one came."""
+        self.changed = asyncio.Event()
+        """Something can be taken; for the side that writes to the client."""
+        self.progressed = asyncio.Event()
+        """A token came; for the attempt that waits for the last ones."""
+        self.stopped = asyncio.Event()
+        """A stop string was found."""
+        self._text = TextStream(
+            tokenizer,
+            request.prompt_token_ids,
+            request.stops,
+            request.include_stop,
+            min_tokens=request.sampling.min_tokens,
+        )
+        self._pending_text = ""
+        self._pending_tokens: list[inference_pb2.GeneratedToken] = []
+        self._taken_s = arrived_s
+
+    @property
+    def next_position(self) -> int:
+        """Position of the token that is next, in prompt + output."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def add(self, token: worker_pb2.DecodedToken) -> None:
+        """Takes a token if it is the next one; drops one that is here already or comes after a stop string.
+        Raises TokensMissing for a gap."""
+        if self.matched_stop is not None or token.position < self.next_position:
+            return
+        if token.position > self.next_position:
+            raise TokensMissing(f"token {token.position} came where {self.next_position} was expected")
+        generated = inference_pb2.GeneratedToken(token_id=token.token_id, index=len(self.token_ids))
+        if token.HasField("logprob"):
+            generated.logprob = token.logprob
+            generated.top_logprobs.extend(token.top_logprobs)
+        self.token_ids.append(token.token_id)
+        self._pending_tokens.append(generated)
+        self.last_token_s = time.monotonic()
+        self.first_token_s = self.first_token_s or self.last_token_s
+        self._take_text(self._text.push(token.token_id))
+
+    def finish(self) -> None:
+        """No more tokens: what was held back is text now."""
+        if self.matched_stop is None:
+            self._take_text(self._text.finish())
+
+    def _take_text(self, delta: TextDelta) -> None:
+        self._pending_text += delta.text
+        if delta.matched_stop is not None:
+            self.matched_stop = delta.matched_stop
+            assert delta.num_output_tokens is not None
+            del self.token_ids[delta.num_output_tokens :]
+            # Tokens that the client already has cannot be taken back; they are never more than the stop string's own.
+            num_surplus = sum(token.index >= len(self.token_ids) for token in self._pending_tokens)
+            del self._pending_tokens[len(self._pending_tokens) - num_surplus :]
+            self.stopped.set()
+        self.changed.set()
+        self.progressed.set()
+
+    @property
+    def can_take(self) -> bool:
+        """Whether there is anything for the client."""
+        return bool(self._pending_text or self._pending_tokens)
+
+    def take(self) -> inference_pb2.GenerateResponse:
+        """Everything the client has not taken yet, in one message."""
+        response = inference_pb2.GenerateResponse(
+            request_id=self.request.request_id, text=self._pending_text, tokens=self._pending_tokens
+        )
+        self._pending_text, self._pending_tokens = "", []
+        self._taken_s = time.monotonic()
+        return response
+
+    def is_stalled(self, limit_s: float) -> bool:
+        """Whether much waits for a client that has taken nothing for `limit_s`."""
+        return len(self._pending_tokens) > STALLED_TOKENS and time.monotonic() - self._taken_s > limit_s
+
+    @property
+    def inter_token_latency_ms(self) -> float:
+        """Mean gap between tokens after the first; 0 with fewer than two."""
+        if len(self.token_ids) < 2 or self.first_token_s is None or self.last_token_s is None:
+            return 0.0
+        return 1000 * (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)

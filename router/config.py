@@ -1,0 +1,62 @@
+"""Configuration of a router. `runtime.config.load` fills it from file, environment and flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+def _in(group: str, **metadata: object) -> dict[str, object]:
+    return {"group": group, **metadata}
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """What a router process is told."""
+
+    model: str = field(metadata=_in("Model"))
+    """Hugging Face folder, .gguf file, "smollm2" or "tracer": the tokenizer and chat template are read from it."""
+    served_model_name: str | None = field(default=None, metadata=_in("Model"))
+    """The model's public name; default: its folder or file name."""
+
+    host: str = field(default="127.0.0.1", metadata=_in("Router"))
+    """Address to listen on."""
+    port: int = field(default=50051, metadata=_in("Router", min=0, max=65535))
+    """Port to listen on; 0 takes a free one."""
+    router_id: str | None = field(default=None, metadata=_in("Router"))
+    """Name in logs and traces, unique among routers; default: router and a random suffix."""
+    drain_timeout_s: float = field(default=30.0, metadata=_in("Router", min=0))
+    """How long SIGTERM waits for running requests."""
+
+    redis_url: str | None = field(default=None, metadata=_in("Workers"))
+    """Where workers register and sessions are remembered, redis://host:port/db."""
+    prefill_workers: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
+    """host:port of prefill workers that are there without registering, separated by commas."""
+    decode_workers: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
+    """host:port of decode and mixed workers that are there without registering, separated by commas."""
+    policy: str = field(default="least_loaded", metadata=_in("Workers"))
+    """How a worker is picked among those that can serve; a file of router/policies."""
+    local_prefill_max_tokens: int = field(default=0, metadata=_in("Workers", min=0))
+    """Prompts of at most so many tokens are prefilled by the decode worker itself."""
+    worker_silence_s: float = field(default=3.0, metadata=_in("Workers", min=0.5))
+    """A worker not heard for so long is taken for lost; its requests go on elsewhere."""
+    worker_wait_s: float = field(default=60.0, metadata=_in("Workers", min=0))
+    """How long a request that lost its worker waits for another."""
+
+    max_num_requests: int = field(default=1024, metadata=_in("Requests", min=1))
+    """Most requests in flight; beyond it RESOURCE_EXHAUSTED."""
+    client_stall_s: float = field(default=60.0, metadata=_in("Requests", min=0.1))
+    """A client that has taken nothing for so long, with more than 256 tokens waiting for it, is cut off."""
+    session_ttl_s: float = field(default=3600.0, metadata=_in("Requests", min=1))
+    """How long a session is remembered after its last turn."""
+
+    trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
+    """Where spans go."""
+    otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
+    """Collector for --trace-exporter otlp, http://host:4317."""
+    trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
+    """Part of the traces that begin here which are recorded; a caller's decision is followed."""
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=_in("Observability"))
+    """Least severe records that are logged."""
+    status_fd: int | None = field(default=None, metadata=_in("Supervision", hidden=True))
+    """Inherited socket on which this process reports its state."""

@@ -1,0 +1,173 @@
+"""The workers as this router sees them: found by static lists and by the metadata store, kept by their own reports.
+
+A record in the store only says where to look; a worker is taken from the view when its reports stop, never because a
+record is gone. A worker gets requests once a probe has crossed it: a tiny request, prefilled by one worker, handed to
+another and finished there. Owns links and probes; how workers are chosen is the policy's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvstore.metadata.base import MetadataStore, StoreUnavailable
+from protos import inference_pb2, worker_pb2
+from router.links import Incarnation, WorkerLink
+from runtime.errors import BatonError
+
+LOG = logging.getLogger(__name__)
+DISCOVERY_INTERVAL_S = 1.0
+FORGET_S = 30.0
+PREFILL_GRACE_S = 10.0
+PROBE_TIMEOUT_S = 30.0
+Probe = Callable[[Incarnation, Incarnation | None], Awaitable[None]]
+
+
+class Fleet:
+    """All links of a router."""
+
+    def __init__(
+        self,
+        router_id: str,
+        fingerprint: str,
+        static_addresses: Sequence[str],
+        store: MetadataStore | None,
+        silence_s: float,
+        probe: Probe,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`fingerprint` is the checkpoint's; workers of another are refused. `probe` runs a tiny request over a decode
+        and a prefill worker (None: decode prefills) and raises BatonError if it fails."""
+        self._router_id = router_id
+        self._fingerprint = fingerprint
+        self._static = frozenset(static_addresses)
+        self._store = store
+        self._silence_s = silence_s
+        self._probe = probe
+        self._on_change = on_change
+        self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._refused: set[str] = set()
+        self._changed = asyncio.Event()
+        self._started_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Keeps links to all known addresses and proves new workers, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._discover())
+                group.create_task(self._prove_new())
+        finally:
+            tasks = [task for _, task in self._links.values()]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    def incarnations(self) -> list[Incarnation]:
+        """Every worker that was heard and is not forgotten, by role and id."""
+        known = [link.current for link, _ in self._links.values() if link.current is not None]
+        return sorted(known, key=lambda worker: (worker.role, worker.worker_id))
+
+    def usable(self, decodes: bool) -> list[Incarnation]:
+        """Proved, serving workers that decode, or that prefill."""
+        return [w for w in self.incarnations() if w.is_proved and w.is_serving and w.decodes == decodes]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served."""
+        return bool(self.usable(decodes=True))
+
+    async def wait_for_change(self) -> None:
+        """Returns when a worker has come, gone or reported."""
+        await self._changed.wait()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+    async def _discover(self) -> None:
+        while True:
+            wanted = set(self._static)
+            if self._store is not None:
+                # Without the store the workers that are known stay.
+                with contextlib.suppress(StoreUnavailable):
+                    wanted |= {record.address for record in await self._store.list_workers()}
+            for address in wanted - self._links.keys():
+                link = WorkerLink(address, self._router_id, self._silence_s, self._accepts, self._note_change)
+                self._links[address] = (link, asyncio.create_task(link.run()))
+            for address in self._links.keys() - wanted:
+                await self._forget_if_silent(address)
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+
+    async def _forget_if_silent(self, address: str) -> None:
+        link, task = self._links[address]
+        last_s = self._started_s if link.current is None else link.current.reported_s
+        if (link.current is None or link.current.lost.is_set()) and time.monotonic() - last_s > FORGET_S:
+            task.cancel()
+            await asyncio.wait([task])
+            del self._links[address]
+
+    def _accepts(self, description: worker_pb2.DescribeResponse) -> bool:
+        accepted = description.model.fingerprint.split("-")[0] == self._fingerprint
+        if not accepted and description.worker_id not in self._refused:
+            self._refused.add(description.worker_id)
+            LOG.error(
+                "worker %s serves another model (%s, fingerprint %s; this router's is %s): not used",
+                description.worker_id,
+                description.model.model,
+                description.model.fingerprint,
+                self._fingerprint,
+            )
+        return accepted
+
+    # Proving
+
+    async def _prove_new(self) -> None:
+        """Probes one pair after another; a pair that fails is tried again while both live."""
+        while True:
+            changed = self._changed
+            pair = self._unproved_pair()
+            if pair is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DISCOVERY_INTERVAL_S):
+                        await changed.wait()
+                continue
+            decode, prefill = pair
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await self._probe(decode, prefill)
+            except (BatonError, TimeoutError) as error:
+                text = str(error) or f"no answer in {PROBE_TIMEOUT_S:g} s"
+                LOG.warning("probe of %s failed: %s", _pair_name(decode, prefill), text)
+                await asyncio.sleep(DISCOVERY_INTERVAL_S)
+                continue
+            LOG.info("probe crossed %s", _pair_name(decode, prefill))
+            decode.is_proved = True
+            if prefill is not None:
+                prefill.is_proved = True
+            self._note_change()
+
+    def _unproved_pair(self) -> tuple[Incarnation, Incarnation | None] | None:
+        serving = [worker for worker in self.incarnations() if worker.is_serving]
+        prefills = [worker for worker in serving if not worker.decodes]
+        decodes = [worker for worker in serving if worker.role == inference_pb2.WORKER_ROLE_DECODE]
+        for worker in serving:
+            if worker.is_proved:
+                continue
+            if worker.role == inference_pb2.WORKER_ROLE_MIXED:
+                return worker, None
+            others = [other for other in (prefills if worker.decodes else decodes) if other.fits(worker)]
+            if others:
+                return (worker, others[0]) if worker.decodes else (others[0], worker)
+            # A decode worker can serve alone, but at a start its prefill workers get the time to appear.
+            if worker.decodes and time.monotonic() - self._started_s > PREFILL_GRACE_S:
+                return worker, None
+        return None
+
+
+def _pair_name(decode: Incarnation, prefill: Incarnation | None) -> str:
+    return decode.worker_id if prefill is None else f"{prefill.worker_id} -> {decode.worker_id}"

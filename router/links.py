@@ -1,0 +1,205 @@
+"""A router's connection to one address, and the incarnations of workers that answer there.
+
+1. Connect, Describe: a new incarnation. Its Attach stream (where it decodes) and its Watch stream are opened.
+2. Reports keep it alive; tokens go to the sinks of its attempts.
+3. A broken stream or too long a silence: the incarnation is lost, for good. Everyone who waits on it is told; the
+   link connects again, with backoff, and meets the next incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.rpc import create_channel
+
+LOG = logging.getLogger(__name__)
+DESCRIBE_TIMEOUT_S = 5.0
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+TokenSink = Callable[[worker_pb2.DecodedToken], None]
+
+
+class Incarnation:
+    """One life of one worker, as this router sees it."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel, description: worker_pb2.DescribeResponse) -> None:
+        self.address = address
+        """host:port."""
+        self.description = description
+        """What does not change while it lives."""
+        self.prefill = worker_pb2_grpc.PrefillStub(channel)
+        """Calls to a prefill worker."""
+        self.decode = worker_pb2_grpc.DecodeStub(channel)
+        """Calls to a decode or mixed worker."""
+        self.state: inference_pb2.WorkerState = inference_pb2.WORKER_STATE_UNSPECIFIED
+        """As last reported."""
+        self.load = inference_pb2.WorkerLoad()
+        """As last reported."""
+        self.reported_s = time.monotonic()
+        """When that was."""
+        self.is_proved = False
+        """Whether a probe has crossed it; requests go to proved workers only."""
+        self.lost = asyncio.Event()
+        """Set once, when nothing more is to be expected from this life."""
+        self.num_assigned = 0
+        """Attempts of this router that run here."""
+        self.num_assigned_tokens = 0
+        """Prompt tokens of those that have not been computed yet."""
+        self._sinks: dict[bytes, TokenSink] = {}
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's name."""
+        return self.description.worker_id
+
+    @property
+    def role(self) -> inference_pb2.WorkerRole:
+        """Its part."""
+        return self.description.role
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates tokens."""
+        return self.role != inference_pb2.WORKER_ROLE_PREFILL
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes attempts."""
+        return self.state == inference_pb2.WORKER_STATE_SERVING and not self.lost.is_set()
+
+    def fits(self, other: Incarnation) -> bool:
+        """Whether KV of one can be read by the other."""
+        mine, theirs = self.description, other.description
+        return mine.layout == theirs.layout and mine.model.fingerprint == theirs.model.fingerprint
+
+    @contextlib.contextmanager
+    def tokens_to(self, attempt_id: bytes, sink: TokenSink):  # type: ignore[no-untyped-def]
+        """While open, the attempt's tokens go to `sink`."""
+        self._sinks[attempt_id] = sink
+        try:
+            yield
+        finally:
+            del self._sinks[attempt_id]
+
+    def deliver(self, message: worker_pb2.AttachResponse) -> None:
+        """Hands the tokens of a step to their sinks; those of attempts that have ended are dropped."""
+        for entry in message.attempts:
+            sink = self._sinks.get(entry.attempt_id)
+            if sink is not None:
+                for token in entry.tokens:
+                    sink(token)
+
+    def note_report(self, report: worker_pb2.WatchResponse) -> None:
+        """Takes over a load report."""
+        self.state, self.load, self.reported_s = report.state, report.load, time.monotonic()
+
+
+class WorkerLink:
+    """Keeps one address connected."""
+
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        silence_s: float,
+        accepts: Callable[[worker_pb2.DescribeResponse], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`accepts` refuses workers of another model; `on_change` is told when workers come, go or report."""
+        self.address = address
+        self.current: Incarnation | None = None
+        """The incarnation that answers there now; a lost one stays until the next."""
+        self._router_id = router_id
+        self._silence_s = silence_s
+        self._accepts = accepts
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        """Connects again and again until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            channel = create_channel(self.address)
+            try:
+                await self._live(channel)
+                backoff_s = MIN_BACKOFF_S
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
+                if self.current is not None and not self.current.lost.is_set():
+                    LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
+                    backoff_s = MIN_BACKOFF_S
+            finally:
+                if self.current is not None:
+                    self.current.state = inference_pb2.WORKER_STATE_LOST
+                    self.current.lost.set()
+                    self._on_change()
+                await channel.close()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _live(self, channel: grpc.aio.Channel) -> None:
+        """One incarnation, from Describe until a stream ends."""
+        worker = worker_pb2_grpc.WorkerStub(channel)
+        description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        if not self._accepts(description):
+            return
+        incarnation = Incarnation(self.address, channel, description)
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._watch(worker, incarnation))]
+        if incarnation.decodes:
+            attached = asyncio.Event()
+            tasks.append(asyncio.ensure_future(self._attach(incarnation, attached)))
+            tasks.append(asyncio.ensure_future(attached.wait()))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=DESCRIBE_TIMEOUT_S)
+            if not attached.is_set():
+                await _end(tasks)
+                return
+            await tasks.pop()
+        self.current = incarnation
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+
+    async def _watch(self, worker: worker_pb2_grpc.WorkerStub, incarnation: Incarnation) -> None:
+        """Reads reports until the stream ends or is silent."""
+        call = worker.Watch(worker_pb2.WatchRequest())
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    report = await call.read()
+                if report is grpc.aio.EOF or report.epoch != incarnation.description.epoch:
+                    return
+                incarnation.note_report(report)
+                self._on_change()
+        finally:
+            call.cancel()
+
+    async def _attach(self, incarnation: Incarnation, attached: asyncio.Event) -> None:
+        """Reads tokens until the stream ends."""
+        call = incarnation.decode.Attach(worker_pb2.AttachRequest(router_id=self._router_id))
+        try:
+            while True:
+                message = await call.read()
+                if message is grpc.aio.EOF:
+                    return
+                attached.set()
+                incarnation.deliver(message)
+        finally:
+            call.cancel()
+
+
+async def _end(tasks: list[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

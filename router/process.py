@@ -1,0 +1,108 @@
+"""A router process: from configuration to a clean end.
+
+1. Read tokenizer and template; listen; look for workers. Health is NOT_SERVING until a pair of them is proved.
+2. On SIGTERM: NOT_SERVING, refuse new requests, let those that run finish within the drain time, stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+
+from kvstore.metadata import open_store
+from protos import inference_pb2_grpc
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.model import TextModel, open_text_model
+from router.probe import Prober
+from router.service import InferenceService
+from router.sessions import Sessions
+from runtime import logs, plugins, telemetry
+from runtime.errors import BatonError, ConfigError
+from runtime.rpc import Server, format_address, wait_for_shutdown_signal
+from runtime.status import StatusReporter
+
+LOG = logging.getLogger(__name__)
+SERVICE = "baton.v1.Inference"
+STOP_GRACE_S = 1.0
+
+
+def run_router(config: RouterConfig) -> int:
+    """Runs a router until it is told to stop; answers the process's exit code."""
+    router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+    logs.configure(config.log_level, router_id)
+    status = StatusReporter(config.status_fd)
+    try:
+        if not (config.redis_url or config.decode_workers):
+            raise ConfigError("--redis-url or --decode-workers: one of them is needed to find workers")
+        status.loading(0.0, "tokenizer")
+        model = open_text_model(config.model, config.served_model_name)
+        status.loading(1.0, "tokenizer")
+        asyncio.run(_run(config, router_id, model, status))
+    except BatonError as error:
+        status.failed(error.message)
+        LOG.error("%s", error.message)
+        return 1
+    return 0
+
+
+async def _run(config: RouterConfig, router_id: str, model: TextModel, status: StatusReporter) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        traces = telemetry.configure(
+            "baton-router",
+            config.trace_exporter,
+            endpoint=config.otlp_endpoint,
+            sample_ratio=config.trace_sample_ratio,
+            instance_id=router_id,
+        )
+        stack.callback(traces.shut_down)
+        store = None
+        if config.redis_url is not None:
+            store = open_store(config.redis_url)
+            stack.push_async_callback(store.close)
+        server, was_ready = Server(), False
+
+        def note_change() -> None:
+            nonlocal was_ready
+            server.set_serving(SERVICE, fleet.is_ready and not service.is_draining)
+            if fleet.is_ready and not was_ready:
+                was_ready = True
+                status.ready()
+
+        addresses = (*config.prefill_workers, *config.decode_workers)
+        prober = Prober(router_id, model.tokenizer)
+        fleet = Fleet(router_id, model.fingerprint, addresses, store, config.worker_silence_s, prober, note_change)
+        policy = plugins.load("router.policies", config.policy, "Policy")()
+        dispatcher = Dispatcher(fleet, policy, traces, router_id, config.local_prefill_max_tokens, config.worker_wait_s)
+        sessions = Sessions(store, config.session_ttl_s)
+        service = InferenceService(
+            model, fleet, dispatcher, sessions, traces, config.max_num_requests, config.client_stall_s
+        )
+        server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
+        port = await server.start(config.host, config.port)
+        address = format_address(config.host, port)
+        status.listening(address)
+        LOG.info("listening at %s", address)
+        watching = asyncio.create_task(fleet.run())
+        stack.push_async_callback(_cancel, watching)
+        # Registered last, so it runs first: calls end while the workers' streams still stand.
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        told = asyncio.create_task(wait_for_shutdown_signal())
+        stack.push_async_callback(_cancel, told)
+        await asyncio.wait([told, watching], return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        status.draining()
+        service.is_draining = True
+        server.set_serving(SERVICE, False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(config.drain_timeout_s):
+                await service.idle.wait()
+
+
+async def _cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

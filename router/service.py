@@ -1,0 +1,231 @@
+"""The public service: `baton.v1.Inference`.
+
+1. Generate validates, admits, and starts the dispatcher beside the stream that goes to the client.
+2. What has come since the last message goes out in the next one; a slow client gets fewer, larger messages.
+3. The last message carries `finish`. If the client goes, the dispatcher is cancelled and everything is freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from protos import inference_pb2, inference_pb2_grpc
+from router.answer import Answer
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.links import Incarnation
+from router.model import TextModel
+from router.sessions import Sessions
+from router.validation import ModelFacts, PreparedRequest, validate
+from runtime.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Overloaded, Unavailable
+from runtime.telemetry import Telemetry, extract
+
+Context = grpc.aio.ServicerContext
+TENANT = ""
+OVERLOAD_RETRY_S = 1.0
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Inference over a dispatcher."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        sessions: Sessions,
+        telemetry: Telemetry,
+        max_num_requests: int,
+        client_stall_s: float,
+    ) -> None:
+        self._model = model
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+        self._telemetry = telemetry
+        self._max_num_requests = max_num_requests
+        self._client_stall_s = client_stall_s
+        self._running: set[str] = set()
+        self.is_draining = False
+        """Whether new requests are refused."""
+        self.idle = asyncio.Event()
+        """Set while no request is in flight."""
+        self.idle.set()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context[object, object]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One request."""
+        arrived_s = time.monotonic()
+        self._check_admission()
+        # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
+        prepared = await asyncio.to_thread(
+            validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
+        )
+        with self._admitted(prepared.request_id):
+            answer = Answer(prepared, self._model.tokenizer, arrived_s)
+            span = self._start_span(prepared, context)
+            serving = asyncio.create_task(self._serve(answer, prepared, span))
+            try:
+                async for response in self._stream(answer, serving):
+                    yield response
+            finally:
+                if not serving.done():
+                    serving.cancel()
+                await asyncio.wait([serving])
+                _close_span(span, serving)
+
+    async def _stream(
+        self, answer: Answer, serving: asyncio.Task[inference_pb2.Finish]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised."""
+        serving.add_done_callback(lambda _: answer.changed.set())
+        while not serving.done():
+            await answer.changed.wait()
+            answer.changed.clear()
+            if answer.can_take and not serving.done():
+                yield answer.take()
+        finish = serving.result()
+        last = answer.take()
+        last.finish.CopyFrom(finish)
+        yield last
+
+    async def _serve(self, answer: Answer, prepared: PreparedRequest, span: Span) -> inference_pb2.Finish:
+        session = await self._sessions.read(TENANT, prepared.session_id)
+        dispatching = asyncio.ensure_future(self._dispatcher.serve(answer, session, span))
+        try:
+            while not dispatching.done():
+                await asyncio.wait([dispatching], timeout=self._client_stall_s)
+                if not dispatching.done() and answer.is_stalled(self._client_stall_s):
+                    raise Aborted(f"the client has taken nothing for {self._client_stall_s:g} s")
+            finish, holder = dispatching.result()
+        finally:
+            dispatching.cancel()
+            await asyncio.wait([dispatching])
+        token_ids = [*prepared.prompt_token_ids, *answer.token_ids]
+        await self._sessions.write(TENANT, prepared.session_id, session, token_ids, holder)
+        return finish
+
+    def _check_admission(self) -> None:
+        if self.is_draining:
+            raise Unavailable("this router is draining", retry_after_s=OVERLOAD_RETRY_S)
+        if not self._fleet.is_ready:
+            raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
+        if len(self._running) >= self._max_num_requests:
+            raise Overloaded(
+                f"{len(self._running)} requests are in flight, the limit is {self._max_num_requests}",
+                retry_after_s=OVERLOAD_RETRY_S,
+                limit=self._max_num_requests,
+            )
+
+    @contextlib.contextmanager
+    def _admitted(self, request_id: str):  # type: ignore[no-untyped-def]
+        if request_id in self._running:
+            raise AlreadyExists(f"request_id: {request_id!r} is in flight already", request_id=request_id)
+        self._running.add(request_id)
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._running.discard(request_id)
+            if not self._running:
+                self.idle.set()
+
+    def _facts(self) -> ModelFacts:
+        workers = self._fleet.usable(decodes=True) + self._fleet.usable(decodes=False)
+        described = [worker.description.model for worker in workers]
+        if not described:
+            raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
+        return ModelFacts(
+            name=self._model.name,
+            max_model_len=min(model.max_model_len for model in described),
+            vocab_size=described[0].vocab_size,
+            eos_token_ids=tuple(described[0].eos_token_ids),
+            has_chat_template=self._model.chat_template is not None,
+        )
+
+    def _start_span(self, prepared: PreparedRequest, context: Context[object, object]) -> Span:
+        sampling = prepared.sampling
+        return self._telemetry.start_span(
+            "baton.v1.Inference/Generate",
+            kind=SpanKind.SERVER,
+            parent=extract(context.invocation_metadata()),
+            attributes={
+                "rpc.system.name": "grpc",
+                "rpc.method": "baton.v1.Inference/Generate",
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": "baton",
+                "gen_ai.request.model": self._model.name,
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.usage.input_tokens": len(prepared.prompt_token_ids),
+                "baton.request_id": prepared.request_id,
+            },
+        )
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context[object, object]
+    ) -> inference_pb2.GetModelResponse:
+        """The served model, as its workers describe it."""
+        facts = self._facts()
+        if request.model and request.model != facts.name:
+            raise NotFound("model", request.model, f"model: {request.model!r} is not served; {facts.name!r} is")
+        response = inference_pb2.GetModelResponse()
+        response.CopyFrom(self._fleet.usable(decodes=True)[0].description.model)
+        response.model, response.max_model_len = facts.name, facts.max_model_len
+        response.has_chat_template = facts.has_chat_template
+        return response
+
+    async def ListWorkers(
+        self, request: inference_pb2.ListWorkersRequest, context: Context[object, object]
+    ) -> inference_pb2.ListWorkersResponse:
+        """The workers this router knows."""
+        return inference_pb2.ListWorkersResponse(workers=[_status(w) for w in self._fleet.incarnations()])
+
+    async def EndSession(
+        self, request: inference_pb2.EndSessionRequest, context: Context[object, object]
+    ) -> inference_pb2.EndSessionResponse:
+        """Forgets a session."""
+        if not request.session_id:
+            raise InvalidArgument("session_id", "must not be empty")
+        return inference_pb2.EndSessionResponse(existed=await self._sessions.end(TENANT, request.session_id))
+
+
+def _close_span(span: Span, serving: asyncio.Task[inference_pb2.Finish]) -> None:
+    if serving.cancelled():
+        span.set_status(Status(StatusCode.ERROR, "cancelled"))
+    elif (error := serving.exception()) is not None:
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+        span.set_attribute("error.type", type(error).__name__)
+    else:
+        finish = serving.result()
+        span.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": finish.usage.completion_tokens,
+                "gen_ai.response.finish_reasons": [
+                    inference_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+                ],
+                "baton.cached_tokens": finish.usage.cached_tokens,
+                "baton.time_to_first_token_ms": finish.timing.time_to_first_token_ms,
+                "baton.num_attempts": finish.served_by.num_attempts,
+            }
+        )
+    span.end()
+
+
+def _status(worker: Incarnation) -> inference_pb2.WorkerStatus:
+    return inference_pb2.WorkerStatus(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        role=worker.role,
+        state=worker.state,
+        epoch=worker.description.epoch,
+        load=worker.load,
+        report_age_ms=round(1000 * (time.monotonic() - worker.reported_s)),
+    )
