@@ -44,14 +44,12 @@ def run(argv: Sequence[str]) -> int:
     try:
         if command is None:
             known = ", ".join(command.name for command in COMMANDS)
-            raise ConfigError(f"baton: no subcommand {name!r}; there are: {known}")
+            print(f"baton: no subcommand {name!r}; there are: {known}", file=sys.stderr)
+            return 2
         return command.run(argv[1:])
-    except ConfigError as error:
-        print(error.message, file=sys.stderr)
-        return 2
     except BatonError as error:
         print(f"baton {name}: {error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -119,7 +117,7 @@ def _demo(argv: Sequence[str]) -> int:
 
 def _version(argv: Sequence[str]) -> int:
     if argv:
-        raise ConfigError("baton version: takes no options")
+        raise ConfigError("takes no options")
     print(f"baton {configuration.version()}")
     return 0
 

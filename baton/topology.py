@@ -94,6 +94,7 @@ def plan_topology(
             f"--router-id=router-{index}-{run_id}",
             f"--prefill-workers={','.join(addresses['prefill'])}",
             f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
+            f"--drain-timeout-s={config.drain_timeout_s}",
             *_flags(config, OBSERVABILITY_OPTIONS),
         ]
         routers.append(ProcessSpec(f"router-{index}", tuple(argv), gates_readiness=True, cpus=shared_cpus))

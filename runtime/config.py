@@ -117,7 +117,7 @@ def load(
     missing = [option for option in options if option.default is MISSING and option.name not in values]
     if missing:
         places = "; ".join(f"{o.flag or o.name.upper()} (or {o.variable}): {o.accepted}" for o in missing)
-        raise ConfigError(f"{prog}: a value is needed for {places}")
+        raise ConfigError(f"a value is needed for {places}")
     return cls(**values)
 
 
@@ -288,7 +288,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports errors as ConfigError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def _parser(options: list[Option], prog: str, description: str) -> argparse.ArgumentParser:

@@ -67,7 +67,9 @@ class StatusReporter:
             raise ConfigError(f"--status-fd: {fd} is not an open descriptor ({error.strerror})") from None
         os.set_inheritable(fd, False)
         if stat.S_ISSOCK(mode):
-            threading.Thread(target=_watch, args=(fd, on_orphaned), name="supervisor-watch", daemon=True).start()
+            # A descriptor of its own, so that nobody can close it and have its number mean something else.
+            watched = os.dup(fd)
+            threading.Thread(target=_watch, args=(watched, on_orphaned), name="supervisor-watch", daemon=True).start()
 
     @property
     def enabled(self) -> bool:
@@ -125,4 +127,6 @@ def _watch(fd: int, on_orphaned: Callable[[], None]) -> None:
             pass
     except ConnectionError:
         pass  # Reset instead of closed: the supervisor is gone all the same.
+    finally:
+        os.close(fd)
     on_orphaned()

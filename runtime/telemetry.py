@@ -8,6 +8,7 @@ nothing and `inject` still passes on a caller's context.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -93,7 +94,7 @@ def configure(
 
 def _exporter(name: Exporter, endpoint: str | None) -> SpanExporter:
     if name == "console":
-        return ConsoleSpanExporter()
+        return ConsoleSpanExporter(out=sys.stdout)
     try:
         module = importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     except ModuleNotFoundError as error:

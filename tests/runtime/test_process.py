@@ -1,0 +1,231 @@
+"""What a process has besides configuration and gRPC: plug-ins, logs, status reports, traces, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from runtime import logs, plugins, rpc, status, telemetry
+from runtime.errors import ConfigError
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder = tmp_path / "example_plugins"
+    folder.mkdir()
+    for name in ("__init__", "base", "_inside", "alpha", "beta"):
+        (folder / f"{name}.py").write_text(f"VALUE = {name!r}\n")
+    (folder / "broken.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "nested").mkdir()
+    (folder / "nested" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return "example_plugins"
+
+
+def test_plugins_are_the_files_of_their_package(package: str) -> None:
+    assert plugins.available(package) == ["alpha", "beta", "broken"]
+    assert plugins.load(package, "alpha", "VALUE") == "alpha"
+
+
+@pytest.mark.parametrize("name", ["gamma", "", "base", "_inside", "__init__", "nested", "alpha.VALUE", "../alpha"])
+def test_an_unknown_plugin_is_refused_with_those_that_exist(package: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="available: alpha, beta, broken"):
+        plugins.load(package, name, "VALUE")
+
+
+def test_a_bug_in_a_plugin_is_not_hidden(package: str) -> None:
+    with pytest.raises(RuntimeError, match="imported"):
+        plugins.load(package, "broken", "VALUE")
+    with pytest.raises(AttributeError):
+        plugins.load(package, "alpha", "OTHER")
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_logs_are_single_lines_with_process_and_module(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("debug", "worker-1")
+    logs.configure("info", "worker-1")
+    log = logging.getLogger("some.module")
+    log.debug("hidden")
+    log.info("said by %s", "a\nforged line")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" INFO worker-1 some.module: said by a\\nforged line")
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_logs_keep_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("info", "worker-1")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("m").exception("failed")
+    assert "ValueError: why" in capsys.readouterr().err.splitlines()
+
+
+def test_reports_arrive_as_lines() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reporter = status.StatusReporter(theirs.fileno(), on_orphaned=lambda: None)
+        reporter.loading(0.41234, "weights")
+        reporter.listening("127.0.0.1:5")
+        reporter.ready()
+        reporter.draining()
+        reporter.failed("why\nnot")
+        lines = ours.recv(4096).decode().splitlines()
+    assert json.loads(lines[0]) == {"state": "loading", "progress": 0.412, "detail": "weights"}
+    assert [status.parse_report(line) for line in lines] == [
+        status.Report("loading", progress=0.412, detail="weights"),
+        status.Report("listening", address="127.0.0.1:5"),
+        status.Report("ready"),
+        status.Report("draining"),
+        status.Report("failed", error="why\nnot"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "text", "[]", "{}", '{"state": "happy"}', '{"state": "loading", "progress": "x"}']
+)
+def test_what_is_no_report_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        status.parse_report(line)
+
+
+def test_without_a_descriptor_reports_go_nowhere() -> None:
+    reporter = status.StatusReporter(None)
+    assert not reporter.enabled
+    reporter.ready()
+
+
+def test_a_plain_pipe_takes_reports() -> None:
+    read, write = os.pipe()
+    status.StatusReporter(write).ready()
+    assert os.read(read, 100) == b'{"state": "ready"}\n'
+    os.close(read)
+    os.close(write)
+
+
+def test_a_closed_descriptor_is_refused() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    os.close(write)
+    with pytest.raises(ConfigError, match=f"--status-fd: {write} is not an open descriptor"):
+        status.StatusReporter(write)
+
+
+def test_the_end_of_the_supervisor_is_noticed_and_reporting_goes_on() -> None:
+    orphaned = threading.Event()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reporter = status.StatusReporter(theirs.fileno(), on_orphaned=orphaned.set)
+        assert not orphaned.is_set()
+        ours.close()
+        assert orphaned.wait(5)
+        reporter.ready()
+        assert not reporter.enabled
+
+
+def test_an_orphan_that_is_busy_ends_itself() -> None:
+    """Busy in the main thread, as while loading; a process that has no handler for SIGTERM ends at once."""
+    program = "import sys, threading\nfrom runtime.status import StatusReporter\n"
+    program += "StatusReporter(int(sys.argv[1])).ready()\nthreading.Event().wait()\n"
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen([sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert ours.recv(100) == b'{"state": "ready"}\n'
+    ours.close()
+    assert child.wait(10) == -signal.SIGTERM
+
+
+async def test_the_first_signal_is_returned_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    waiting = asyncio.create_task(rpc.wait_for_shutdown_signal())
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(waiting, 5) is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_context_travels_through_metadata() -> None:
+    context = telemetry.extract([("user-agent", "x"), ("traceparent", CALLER), ("binary-bin", b"\x00")])
+    assert context is not None
+    assert dict(telemetry.inject(context)) == {"traceparent": CALLER}
+
+
+@pytest.mark.parametrize("metadata", [None, [], [("other", "x")], [("traceparent", "nonsense")]])
+def test_no_context_is_none(metadata: list[tuple[str, str | bytes]] | None) -> None:
+    assert telemetry.extract(metadata) is None
+
+
+def test_spans_have_the_parents_that_they_were_given() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = telemetry.Telemetry(provider)
+    context = telemetry.extract([("traceparent", CALLER)])
+    outer = tracing.start_span("outer", kind=SpanKind.SERVER, parent=context, attributes={"a": 1})
+    inner = tracing.start_span("inner", parent=outer)
+    other = tracing.start_span("other")
+    for span in (inner, outer, other):
+        span.end()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert format(spans["outer"].context.trace_id, "032x") == CALLER.split("-")[1]
+    assert format(spans["outer"].parent.span_id, "016x") == CALLER.split("-")[2]
+    assert spans["inner"].parent.span_id == spans["outer"].context.span_id
+    assert spans["other"].parent is None
+    assert spans["outer"].attributes == {"a": 1}
+    assert dict(telemetry.inject(inner))["traceparent"].split("-")[2] == format(spans["inner"].context.span_id, "016x")
+
+
+def test_without_an_exporter_nothing_is_recorded_and_the_callers_context_goes_on() -> None:
+    tracing = telemetry.configure("router")
+    span = tracing.start_span("a", parent=telemetry.extract([("traceparent", CALLER)]))
+    assert not tracing.enabled and not span.is_recording()
+    assert dict(telemetry.inject(span)) == {"traceparent": CALLER}
+    assert telemetry.inject(tracing.start_span("root")) == ()
+    tracing.shut_down()
+
+
+def test_the_console_exporter_prints_ended_spans(capsys: pytest.CaptureFixture[str]) -> None:
+    tracing = telemetry.configure("baton-router", "console", instance_id="router-0")
+    tracing.start_span("visible").end()
+    tracing.shut_down()
+    printed = capsys.readouterr().out
+    assert '"name": "visible"' in printed
+    assert '"service.name": "baton-router"' in printed and '"service.instance.id": "router-0"' in printed
+
+
+def test_a_ratio_of_zero_records_only_what_the_caller_wants_recorded() -> None:
+    tracing = telemetry.configure("router", "console", sample_ratio=0.0)
+    assert not tracing.start_span("root").is_recording()
+    assert tracing.start_span("child", parent=telemetry.extract([("traceparent", CALLER)])).is_recording()
+
+
+def test_otlp_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"install baton-llm\[otlp\]"):
+        telemetry.configure("router", "otlp", endpoint="http://127.0.0.1:4317")
