@@ -168,7 +168,9 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         if sequence is None:
             raise NotFound("attempt", request.attempt_id.hex(), "attempt_id: no such attempt runs here")
         if not sequence.is_over:
-            if request.num_output_tokens > sequence.num_outputs:
+            # The first token may have reached the router from prefill, before its KV has reached this worker.
+            is_ahead = sequence.state in (State.QUEUED, State.FETCHING)
+            if request.num_output_tokens > sequence.num_outputs and not is_ahead:
                 raise InvalidArgument(
                     "num_output_tokens",
                     f"the attempt has {sequence.num_outputs} output tokens, got {request.num_output_tokens}",

@@ -29,26 +29,25 @@ class Holdings:
         """Blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
 
-    def cached_prefix(self, sequence: Sequence, max_tokens: int) -> tuple[list[int], list[bytes]]:
+    def cached_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """The leading whole blocks of the input, within `max_tokens`, that the prefix cache has; takes nothing."""
-        num_whole = max_tokens // self.block_size
-        token_ids = sequence.token_ids[: num_whole * self.block_size]
-        hashes = self._hasher.chain(sequence.request.tenant, token_ids)
-        blocks = self.pool.match(hashes)
-        return blocks, hashes[: len(blocks)]
+        if not sequence.block_hashes:
+            # Once for each sequence: one that waits is looked at again at every step.
+            sequence.block_hashes = self._hasher.chain(sequence.request.tenant, sequence.token_ids)
+        return self.pool.match(sequence.block_hashes[: max_tokens // self.block_size])
 
     def admit(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, headroom: int = 0) -> bool:
         """Gives a sequence all blocks for `num_tokens` positions, reusing a cached prefix of at most
         `max_cached_tokens`, or nothing. At least `headroom` blocks stay available. Answers whether it did."""
         assert not sequence.block_table, "a sequence is admitted once"
-        cached, hashes = self.cached_prefix(sequence, max_cached_tokens)
+        cached = self.cached_prefix(sequence, max_cached_tokens)
         num_new = self.num_blocks(num_tokens) - len(cached)
         num_revived = sum(1 for block in cached if self.pool.ref_count(block) == 0)
         if num_new + num_revived + headroom > self.pool.num_available:
             return False
         self.pool.share(cached)
         sequence.block_table = [*cached, *self.pool.allocate(num_new)]
-        sequence.block_hashes = hashes
+        sequence.num_registered = len(cached)
         sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
         self._holders.add(sequence)
         return True
@@ -68,12 +67,13 @@ class Holdings:
         """Makes the whole blocks computed since the last call reusable by others. Only ever called with KV that was
         computed here or attested by its owner."""
         hashes = sequence.block_hashes
-        parent = hashes[-1] if hashes else self._hasher.root(sequence.request.tenant)
-        for index in range(len(hashes), sequence.num_computed // self.block_size):
-            begin = index * self.block_size
-            parent = self._hasher.extend(parent, sequence.token_ids[begin : begin + self.block_size])
-            self.pool.register(sequence.block_table[index], parent)
-            hashes.append(parent)
+        for index in range(sequence.num_registered, sequence.num_computed // self.block_size):
+            if index == len(hashes):
+                parent = hashes[-1] if hashes else self._hasher.root(sequence.request.tenant)
+                begin = index * self.block_size
+                hashes.append(self._hasher.extend(parent, sequence.token_ids[begin : begin + self.block_size]))
+            self.pool.register(sequence.block_table[index], hashes[index])
+            sequence.num_registered = index + 1
 
     def unpin(self, sequence: Sequence) -> None:
         """A step or transfer is done with the blocks."""

@@ -90,7 +90,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     """Ordered block ids; one reference is held on each."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the leading whole blocks, as far as they are known to the prefix cache."""
+    """Chained hashes of the leading whole blocks of the tokens, as far as they were needed."""
+    num_registered: int = 0
+    """Leading blocks that the prefix cache knows."""
     num_cached: int = 0
     """Leading tokens whose KV was reused and not computed for this attempt."""
     num_pins: int = 0

@@ -115,7 +115,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             raise Aborted(f"the attempt ended: {sequence.detail or sequence.state.value}")
 
     def _accepted(self, sequence: Sequence) -> worker_pb2.PrefillAccepted:
-        cached, _ = self._parts.holdings.cached_prefix(sequence, sequence.num_tokens - 1)
+        cached = self._parts.holdings.cached_prefix(sequence, sequence.num_tokens - 1)
         return worker_pb2.PrefillAccepted(
             epoch=self._leases.epoch, cached_tokens=len(cached) * self._parts.holdings.block_size
         )
