@@ -71,13 +71,19 @@ class StepLoop:
             self._executor.shutdown(wait=True)
 
     async def _step(self, plan: Plan) -> None:
-        batch = build_batch(plan, self._scheduler.holdings.block_size, self._scheduler.limits.eos_token_ids)
+        """Runs and commits a plan. If that fails its sequences run again, each alone, so that the one that is the cause
+        fails alone; writing KV twice does no harm."""
+        holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
+        batch = build_batch(plan, holdings.block_size, eos_token_ids)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.run, batch)
+            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self._runner.run, batch)
         except Exception as error:
-            # What one step holds must not take the worker down; the attempts fail, and a poison request fails alone.
-            LOG.exception("a step of %d tokens failed", plan.num_tokens)
-            self._scheduler.abandon(plan, f"the step failed: {error}")
+            LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
+            if len(plan.slices) == 1:
+                self._scheduler.abandon(plan, f"the step failed: {error}")
+            else:
+                for part in plan.slices:
+                    await self._step(Plan([part], part.num_tokens))
             return
         self.num_steps += 1
         self._observer.committed(plan, self._scheduler.commit(plan, samples, time.monotonic()))
