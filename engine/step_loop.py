@@ -76,7 +76,7 @@ class StepLoop:
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self._runner.run, batch)
+            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.run, batch)
         except Exception as error:
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
             if len(plan.slices) == 1:
