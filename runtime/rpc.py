@@ -150,7 +150,7 @@ def has_details(error: grpc.aio.AioRpcError) -> bool:
 
 
 def time_remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Seconds until the caller's deadline, at least 0, as coarse as the wire (some percent); None without a deadline."""
+    """Seconds until the caller's deadline, at least 0, coarse by some percent on the wire; None without a deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else max(0.0, remaining)
 

@@ -201,6 +201,14 @@ async def test_an_unknown_method_is_unimplemented() -> None:
     assert raised.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_details_tell_a_servers_error_from_the_librarys() -> None:
+    service = Service()
+    service.error = errors.Unavailable("draining")
+    async with connected(service) as (stub, channel):
+        assert rpc.has_details(await failure(stub.GetModel(_model_request(""))))
+        assert not rpc.has_details(await failure(channel.unary_unary(f"/{SERVICE}/Nothing")(b"")))
+
+
 @pytest.mark.parametrize("block_at_yield", [False, True], ids=["waiting", "writing"])
 async def test_cancelling_a_stream_cleans_up_at_once_in_the_handlers_task(block_at_yield: bool) -> None:
     service = Service()
