@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from kvstore.metadata import open_store
 from protos import inference_pb2_grpc
@@ -28,6 +30,22 @@ from runtime.status import StatusReporter
 LOG = logging.getLogger(__name__)
 SERVICE = "baton.v1.Inference"
 STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A router that serves, as whoever started it sees it."""
+
+    address: str
+    """host:port where clients connect."""
+    fleet: Fleet
+    """The workers it sees."""
+    service: InferenceService
+    """The requests it serves."""
+    server: Server
+    """Its sockets."""
+    watching: asyncio.Task[None]
+    """Keeps the fleet; when it ends by itself the router has failed."""
 
 
 def run_router(config: RouterConfig) -> int:
@@ -50,6 +68,28 @@ def run_router(config: RouterConfig) -> int:
 
 
 async def _run(config: RouterConfig, router_id: str, model: TextModel, status: StatusReporter) -> None:
+    async with serving(config, router_id, model, status) as running:
+        service, watching = running.service, running.watching
+        told = asyncio.create_task(wait_for_shutdown_signal())
+        try:
+            await asyncio.wait([told, watching], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(told)
+        if watching.done():
+            watching.result()
+        status.draining()
+        service.is_draining = True
+        running.server.set_serving(SERVICE, False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(config.drain_timeout_s):
+                await service.idle.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    config: RouterConfig, router_id: str, model: TextModel, status: StatusReporter
+) -> AsyncIterator[RunningRouter]:
+    """A router that takes calls inside the block and is gone after it: running calls get a moment, then end."""
     async with contextlib.AsyncExitStack() as stack:
         traces = telemetry.configure(
             "baton-router",
@@ -90,17 +130,7 @@ async def _run(config: RouterConfig, router_id: str, model: TextModel, status: S
         stack.push_async_callback(_cancel, watching)
         # Registered last, so it runs first: calls end while the workers' streams still stand.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        told = asyncio.create_task(wait_for_shutdown_signal())
-        stack.push_async_callback(_cancel, told)
-        await asyncio.wait([told, watching], return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
-        status.draining()
-        service.is_draining = True
-        server.set_serving(SERVICE, False)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(config.drain_timeout_s):
-                await service.idle.wait()
+        yield RunningRouter(address, fleet, service, server, watching)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:
