@@ -51,9 +51,9 @@ PREFILL_MOVES: dict[State, frozenset[State]] = {
 DECODE_MOVES: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.FETCHING, State.PREFILLING, State.FINISHED}) | _ENDINGS,
     State.FETCHING: frozenset({State.DECODING, State.FINISHED, State.PAUSED}) | _ENDINGS,
-    State.PREFILLING: frozenset({State.DECODING, State.PAUSED}) | _ENDINGS,
+    State.PREFILLING: frozenset({State.DECODING, State.FINISHED, State.PAUSED}) | _ENDINGS,
     State.DECODING: frozenset({State.FINISHED, State.PAUSED}) | _ENDINGS,
-    State.PAUSED: frozenset({State.FETCHING, State.PREFILLING, State.DECODING}) | _ENDINGS,
+    State.PAUSED: frozenset({State.FETCHING, State.PREFILLING, State.DECODING, State.FINISHED}) | _ENDINGS,
 }
 
 

@@ -1,0 +1,129 @@
+"""Small pools and sequences for scheduler tests, and a memory that shows who wrote what.
+
+`Memory` stands for the KV tensors: each slot holds the (token, position) last written to it. A step writes its tokens
+and then reads its whole block tables, so a block that was shared wrongly, freed early or written twice shows at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.holdings import Holdings
+from engine.planning import Plan, build_batch
+from engine.request import Priority, Request, SamplingParams
+from engine.scheduling import Limits
+from engine.sequence import State
+from engine.sequence import Sequence as Record
+from kvstore.blocks import BlockPool
+from kvstore.hashing import PrefixHasher
+
+BLOCK_SIZE = 4
+EOS = 9
+_IDS: Iterator[int] = itertools.count(1)
+
+
+def make_holdings(num_blocks: int, ceiling: int | None = None) -> Holdings:
+    return Holdings(BlockPool(num_blocks, ceiling), PrefixHasher("model", "layout", BLOCK_SIZE), BLOCK_SIZE)
+
+
+def make_limits(**changes: Any) -> Limits:
+    defaults: dict[str, Any] = {
+        "max_model_len": 28,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+        "chunk_size": 8,
+        "eos_token_ids": (EOS,),
+    }
+    return Limits(**{**defaults, **changes})
+
+
+def make_request(
+    prompt: Sequence[int],
+    outputs: Sequence[int] = (),
+    priority: Priority = Priority.NORMAL,
+    waited_ms: int = 0,
+    tenant: str = "",
+    **sampling: Any,
+) -> Request:
+    return Request(
+        attempt_id=next(_IDS).to_bytes(16, "big"),
+        request_id="r",
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=tuple(outputs),
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
+        priority=priority,
+        waited_ms=waited_ms,
+        tenant=tenant,
+    )
+
+
+def make_sequence(prompt: Sequence[int], moves: Any, arrived_s: float = 0.0, **request: Any) -> Record:
+    return Record(make_request(prompt, **request), moves, arrived_s)
+
+
+class Memory:
+    """What every slot of a pool holds."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[int, int]] = {}
+
+    def write_block(self, sequence: Record, index: int, num_tokens: int) -> None:
+        """Writes the block `index` of a sequence as a transfer of `num_tokens` positions does."""
+        begin = index * BLOCK_SIZE
+        for position in range(begin, min(begin + BLOCK_SIZE, num_tokens)):
+            slot = sequence.block_table[index] * BLOCK_SIZE + position - begin
+            self._slots[slot] = (sequence.token_ids[position], position)
+
+    def run(self, batch: Any, contexts: list[list[int]]) -> None:
+        """Writes a batch, then checks that each of its sequences reads its own tokens (`contexts`)."""
+        for slot, token, position in zip(batch.slots, batch.token_ids, batch.positions, strict=True):
+            self._slots[slot] = (token, position)
+        for table, length, context in zip(batch.block_tables, batch.context_lens, contexts, strict=True):
+            read = [self._slots.get(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE) for p in range(length)]
+            assert read == [(token, position) for position, token in enumerate(context)], "KV of someone else"
+
+
+class Step:
+    """A plan on its way through the device."""
+
+    def __init__(self, plan: Plan, holdings: Holdings) -> None:
+        self.plan, self._holdings = plan, holdings
+        self._generations = self._tables()
+        self.batch = build_batch(plan, BLOCK_SIZE, (EOS,))
+        self._contexts = [
+            part.sequence.token_ids[:n] for part, n in zip(plan.slices, self.batch.context_lens, strict=True)
+        ]
+
+    def _tables(self) -> dict[int, int]:
+        pool = self._holdings.pool
+        blocks = {block for part in self.plan.slices for block in part.sequence.block_table}
+        assert all(pool.ref_count(block) > 0 for block in blocks), "a block was freed under a step"
+        return {block: pool.generation(block) for block in blocks}
+
+    def check_writers(self) -> None:
+        """What the step writes belongs to one sequence alone and nobody can find it."""
+        pool = self._holdings.pool
+        for slot in self.batch.slots:
+            assert pool.ref_count(slot // BLOCK_SIZE) == 1, "a block with two writers"
+            assert pool.block_hash(slot // BLOCK_SIZE) is None, "writes to a block that others may read"
+        assert len(set(self.batch.slots)) == len(self.batch.slots)
+
+    def run(self, memory: Memory) -> None:
+        assert self._tables() == self._generations, "a block changed hands under a step"
+        memory.run(self.batch, self._contexts)
+
+
+def check_plan(plan: Plan, limits: Limits, holding: int) -> None:
+    """The bounds of one step."""
+    assert plan.num_tokens == sum(part.num_tokens for part in plan.slices) <= limits.max_num_batched_tokens
+    assert holding <= limits.max_num_seqs
+    sequences = [part.sequence for part in plan.slices]
+    assert len({id(sequence) for sequence in sequences}) == len(sequences)
+    for part in plan.slices:
+        sequence = part.sequence
+        assert 0 < part.num_tokens <= min(limits.chunk_size, sequence.num_pending)
+        assert part.samples == (part.num_tokens == sequence.num_pending)
+        assert sequence.num_computed + part.num_tokens <= len(sequence.block_table) * BLOCK_SIZE
+        assert not sequence.is_over and sequence.state in (State.PREFILLING, State.DECODING)
