@@ -15,6 +15,10 @@ from protos import inference_pb2, worker_pb2
 from runtime.errors import ContextLengthExceeded, FailedPrecondition, InvalidArgument
 
 ATTEMPT_ID_BYTES = 16
+MAX_TOP_LOGPROBS = 20
+"""As the public API says; more would swell every message of a step."""
+
+_PRIORITIES = {0: Priority.NORMAL, **{int(priority): priority for priority in Priority}}
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -39,18 +43,20 @@ def request_from_attempt(attempt: worker_pb2.Attempt, fingerprint: str, vocab_si
     for name, token_ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
         if token_ids and max(token_ids) >= vocab_size:
             raise InvalidArgument(name, f"ids must be below {vocab_size}, got {max(token_ids)}")
-    if len(prompt) + len(output) > max_model_len:
-        got = len(prompt) + len(output)
-        raise ContextLengthExceeded(
-            "prompt_token_ids", f"at most {max_model_len} tokens fit, got {got}", limit=max_model_len, got=got
-        )
+    # A prompt leaves room for one token, else it could never be admitted. One whose output filled the context in an
+    # earlier attempt is taken, and finished at once.
+    limit, got = max_model_len if output else max_model_len - 1, len(prompt) + len(output)
+    if got > limit:
+        raise ContextLengthExceeded("prompt_token_ids", f"at most {limit} tokens fit, got {got}", limit=limit, got=got)
+    if attempt.priority not in _PRIORITIES:
+        raise InvalidArgument("priority", f"must be one of {', '.join(map(str, _PRIORITIES))}, got {attempt.priority}")
     return Request(
         attempt_id=attempt.attempt_id,
         request_id=attempt.request_id,
         prompt_token_ids=prompt,
         output_token_ids=output,
         sampling=sampling_from_proto(attempt.sampling, vocab_size),
-        priority=Priority(attempt.priority or Priority.NORMAL),
+        priority=_PRIORITIES[attempt.priority],
         waited_ms=attempt.waited_ms,
         tenant=attempt.tenant,
     )
@@ -80,6 +86,10 @@ def sampling_from_proto(sampling: inference_pb2.SamplingParams, vocab_size: int)
     biased = [*sampling.logit_bias, *sampling.stop_token_ids]
     if biased and max(biased) >= vocab_size:
         raise InvalidArgument("sampling", f"logit_bias and stop_token_ids must be below {vocab_size}")
+    if not all(map(math.isfinite, sampling.logit_bias.values())):
+        raise InvalidArgument("sampling.logit_bias", "must be finite")
+    if sampling.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidArgument("sampling.top_logprobs", f"at most {MAX_TOP_LOGPROBS}, got {sampling.top_logprobs}")
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
