@@ -34,7 +34,7 @@ class Attempt:
         self.sequence = Sequence(request, moves, time.monotonic(), self._observe)
         self.span = span
         self.changed = asyncio.Event()
-        """Set at every move."""
+        """Set at every move, and by whoever else has something for `wait_for` to look at."""
         self._on_end = on_end
         span.add_event(State.QUEUED.value)
 
@@ -45,7 +45,7 @@ class Attempt:
         return 1000 * (started_s - self.sequence.arrived_s)
 
     async def wait_for(self, reached: Callable[[Sequence], bool]) -> None:
-        """Returns when the sequence is over or `reached` says so, looked at after every move."""
+        """Returns when the sequence is over or `reached` says so, looked at after every change."""
         while not (self.sequence.is_over or reached(self.sequence)):
             self.changed.clear()
             await self.changed.wait()

@@ -38,6 +38,8 @@ class Lease:
     """Tokens whose KV the reader will get."""
     on_credit: Callable[[], None]
     """Called once, when the reader's claim arrives."""
+    on_end: Callable[[], None]
+    """Called once, when the state is no longer OPEN."""
     block_table: list[int] = field(default_factory=list)
     """The owner's blocks in order; empty until it has them."""
     num_ready_tokens: int = 0
@@ -56,8 +58,6 @@ class Lease:
     """Monotonic time at which a complete but unread lease is broken; None while it is still being filled."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at every change, for the one fetch that waits."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the state is no longer OPEN."""
 
     @property
     def is_complete(self) -> bool:
@@ -85,11 +85,13 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._leases.values()))
 
-    def open(self, attempt_id: bytes, num_tokens: int, on_credit: Callable[[], None]) -> Lease:
+    def open(
+        self, attempt_id: bytes, num_tokens: int, on_credit: Callable[[], None], on_end: Callable[[], None]
+    ) -> Lease:
         """Opens a lease. Raises AlreadyExists for an attempt that has one."""
         if attempt_id in self._leases:
             raise AlreadyExists(f"attempt_id: {attempt_id.hex()} is being served already")
-        lease = self._leases[attempt_id] = Lease(attempt_id, num_tokens, on_credit)
+        lease = self._leases[attempt_id] = Lease(attempt_id, num_tokens, on_credit, on_end)
         return lease
 
     def find(self, attempt_id: bytes, epoch: int) -> Lease:
@@ -152,4 +154,4 @@ class LeaseTable:
         lease.state = state
         self._leases.pop(lease.attempt_id, None)
         lease.changed.set()
-        lease.ended.set()
+        lease.on_end()

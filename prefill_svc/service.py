@@ -68,11 +68,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         attempt, lease, sequence = job.attempt, job.lease, job.attempt.sequence
         try:
             yield worker_pb2.PrefillRunResponse(accepted=self._accepted(sequence))
-            await attempt.wait_for(lambda s: s.state is State.LEASED)
+            # A reader that gives up early ends the work: nobody will read what is still to be computed.
+            await attempt.wait_for(lambda s: s.state is State.LEASED or lease.state is not LeaseState.OPEN)
             self._raise_if_ended(sequence)
-            yield worker_pb2.PrefillRunResponse(first_token=self._first_token(attempt))
-            await lease.ended.wait()
-            self._raise_if_ended(sequence)
+            if sequence.state is State.LEASED:
+                yield worker_pb2.PrefillRunResponse(first_token=self._first_token(attempt))
+                await attempt.wait_for(lambda _: lease.state is not LeaseState.OPEN)
+                self._raise_if_ended(sequence)
             intact = lease.state is LeaseState.RELEASED
             self.scheduler.end(sequence, State.FINISHED if intact else State.CANCELLED, "the reader gave up")
             yield worker_pb2.PrefillRunResponse(finished=worker_pb2.PrefillFinished(intact=intact))
@@ -91,7 +93,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         attempt = Attempt(accepted, PREFILL_MOVES, span, self._on_end)
         sequence = attempt.sequence
         try:
-            lease = self._leases.open(accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(sequence))
+            lease = self._leases.open(
+                accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(sequence), attempt.changed.set
+            )
         except BatonError:
             span.end()
             raise
