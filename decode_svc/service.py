@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import Server
 
+LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext
 
 
@@ -202,13 +204,20 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 job.fetched = fetched
                 self._send([self.scheduler.fetched(sequence, fetched.first_token, time.monotonic())])
         except KVLost as error:
-            if not sequence.is_over:
-                job.lost = error.message
-                self.scheduler.end(sequence, State.FAILED, error.message)
+            self._lose(job, error.message)
+        except Exception as error:
+            # A bug on this side: without an end the attempt would wait for ever, holding its blocks.
+            LOG.exception("a fetch from %s failed", source.worker_id)
+            self._lose(job, f"the fetch failed here: {error}")
         finally:
             self._parts.holdings.unpin(sequence)
             self._worker.note_change()
             self._step_loop.wake()
+
+    def _lose(self, job: _Job, detail: str) -> None:
+        if not job.attempt.sequence.is_over:
+            job.lost = detail
+            self.scheduler.end(job.attempt.sequence, State.FAILED, detail)
 
     def _on_end(self, attempt: Attempt) -> None:
         """Whatever ends an attempt ends its fetch; the fetch's pin keeps the blocks until it has stopped."""

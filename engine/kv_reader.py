@@ -119,7 +119,8 @@ class KVReader:
             raise KVLost(f"{source.worker_id} at {source.address} cannot be read from: {_text(error)}") from error
         peer.num_users += 1
         try:
-            num_bytes, checksum = await self._copy(peer, source, attempt_id, block_table, have_tokens, on_bytes)
+            table = block_table[: self._layout.num_blocks(num_tokens)]
+            num_bytes, checksum = await self._copy(peer, source, attempt_id, table, have_tokens, on_bytes)
             first_token = await self._release(peer, source, attempt_id, num_tokens, checksum)
         except (grpc.aio.AioRpcError, TransportError) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -162,6 +163,8 @@ class KVReader:
                 on_bytes()
         finally:
             call.cancel()
+        if next_block != len(block_table):
+            raise TransportError(f"{next_block} of {len(block_table)} blocks came")
         return num_bytes, checksum
 
     async def _receive(self, peer: _Peer, frame: Frame, destination: Sequence[int]) -> int:
