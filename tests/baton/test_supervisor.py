@@ -147,6 +147,17 @@ async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.Monkey
         assert has_ended(record.pids("stubborn")[0], 0)
 
 
+async def test_stop_when_interrupted_kills_at_once() -> None:
+    async with supervising(drain_timeout_s=60) as (supervisor, record):
+        await supervisor.start([fake("stubborn", "ignore-term")])
+        stopping = asyncio.create_task(supervisor.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert has_ended(record.pids("stubborn")[0], 5)
+
+
 async def test_processes_of_a_child_die_with_it(tmp_path: Path) -> None:
     async with supervising() as (supervisor, _):
         await supervisor.start([fake("parent", "grandchild", str(tmp_path / "pid"))])
