@@ -103,7 +103,9 @@ class Report:
 async def bench(config: BenchConfig, output: TextIO) -> int:
     """Runs the load and prints the report; the exit code is 1 if a request failed."""
     async with contextlib.AsyncExitStack() as stack:
-        address = config.address or await stack.enter_async_context(_service(config.model))
+        address = config.address
+        if address is None:
+            address = await stack.enter_async_context(_service(config.model))
         client = await stack.enter_async_context(AsyncClient(address))
         report = await _load(config, client)
     if config.json:
