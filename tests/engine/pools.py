@@ -14,8 +14,8 @@ from engine.holdings import Holdings
 from engine.planning import Plan, build_batch
 from engine.request import Priority, Request, SamplingParams
 from engine.scheduling import Limits
-from engine.sequence import State
 from engine.sequence import Sequence as Record
+from engine.sequence import State
 from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
 
