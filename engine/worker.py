@@ -119,7 +119,9 @@ def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts
         return asyncio.run(Worker(config, role, worker_id, status, make_role).run())
     except BatonError as error:
         status.failed(error.message)
-        LOG.error("%s", error.message)
+        if not status.enabled:
+            # A supervisor shows what it is told; nobody should read it twice.
+            LOG.error("%s", error.message)
         return 1
 
 

@@ -45,7 +45,8 @@ class KVLayout:
     @property
     def fingerprint(self) -> str:
         """Equal where blocks can be exchanged byte for byte."""
-        return f"layers={self.num_layers},block={self.block_size},heads={self.num_kv_heads},dim={self.head_dim},dtype={self.dtype}"
+        shape = f"layers={self.num_layers},block={self.block_size},heads={self.num_kv_heads},dim={self.head_dim}"
+        return f"{shape},dtype={self.dtype}"
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions need."""

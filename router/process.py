@@ -62,7 +62,9 @@ def run_router(config: RouterConfig) -> int:
         asyncio.run(_run(config, router_id, model, status))
     except BatonError as error:
         status.failed(error.message)
-        LOG.error("%s", error.message)
+        if not status.enabled:
+            # A supervisor shows what it is told; nobody should read it twice.
+            LOG.error("%s", error.message)
         return 1
     return 0
 
