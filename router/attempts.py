@@ -12,8 +12,9 @@ the next attempt can go elsewhere; errors that a new attempt would meet again ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,10 @@ from runtime.errors import BatonError
 from runtime.rpc import error_from_call, has_details
 from runtime.telemetry import inject
 
+ACCEPT_S = 10.0
+"""How long prefill may take to accept, which it does before it computes anything."""
+LAST_TOKENS_S = 10.0
+"""How long decode's last tokens may come after its final record."""
 VERDICT_S = 1.0
 """How long decode may take to notice that its source has gone, before the attempt is given up."""
 _FINAL = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED})
@@ -78,57 +83,71 @@ class Attempt:
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Never reused."""
     _first_token: worker_pb2.PrefillFirstToken | None = None
-    _handed_off: bool = False
+    _num_assigned_tokens: int = 0
+    _handed_off: asyncio.Event = field(default_factory=asyncio.Event)
     _gap: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> Served:
         """Serves the request. Raises AttemptFailed, or what would fail any attempt."""
-        num_tokens = self.answer.next_position
         tasks: list[asyncio.Task[Any]] = []
-        self.decode.num_assigned += 1
-        if self.prefill is not None:
-            self.prefill.num_assigned_tokens += num_tokens
+        # Made once: the answer grows while the workers are told, and both must be told the same.
+        message = self._message()
+        self._assign()
         try:
             with self.decode.tokens_to(self.attempt_id, self._on_token):
-                watched = []
-                source = None
+                watched, source, prefilling = [], None, None
                 if self.prefill is not None:
                     accepted: asyncio.Future[worker_pb2.PrefillAccepted] = asyncio.Future()
-                    prefilling = _start(tasks, self._prefill(self.prefill, accepted))
+                    prefilling = _start(tasks, self._prefill(self.prefill, message, accepted))
                     source = await self._accepted(self.prefill, accepted, prefilling)
                     watched.append(_start(tasks, self._watch_source(self.prefill, prefilling)))
-                deciding = _start(tasks, self._decode(source))
+                deciding = _start(tasks, self._decode(message, source))
                 watched += [_start(tasks, self._finish_when_stopped()), _start(tasks, self._watch_decode())]
-                return Served(await self._verdict(deciding, watched), self._first_token)
+                record = await _first_verdict(deciding, watched)
+                if record.outcome != worker_pb2.OUTCOME_FINISHED:
+                    raise await self._failed(record, prefilling)
+                return Served(record, self._first_token)
         finally:
             self.decode.num_assigned -= 1
-            if self.prefill is not None:
-                self.prefill.num_assigned_tokens -= num_tokens
+            self._prompt_is_computed()
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    # Looked at, or the loop reports it: the first failure was raised, the others follow from it.
+                    task.exception()
 
-    async def _verdict(
-        self, deciding: asyncio.Task[worker_pb2.DecodeRunResponse], watched: list[asyncio.Task[None]]
-    ) -> worker_pb2.DecodeRunResponse:
-        """Decode's final record, or the first reason why there will be none."""
-        pending: set[asyncio.Task[Any]] = {deciding, *watched}
-        while not deciding.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if not deciding.done():
-                for task in done:
-                    task.result()
-        record = deciding.result()
-        if record.outcome == worker_pb2.OUTCOME_FINISHED:
-            return record
-        culprit = self.prefill if record.outcome == worker_pb2.OUTCOME_KV_LOST else self.decode
-        died = culprit is not None and culprit.lost.is_set()
-        raise AttemptFailed(f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}", culprit, worker_died=died)
+    def _assign(self) -> None:
+        self.decode.num_assigned += 1
+        if self.prefill is not None:
+            self._num_assigned_tokens = self.answer.next_position
+            self.prefill.num_assigned_tokens += self._num_assigned_tokens
+
+    def _prompt_is_computed(self) -> None:
+        """Or will not be, as the attempt is over: no load for prefill any more."""
+        if self.prefill is not None:
+            self.prefill.num_assigned_tokens -= self._num_assigned_tokens
+            self._num_assigned_tokens = 0
+
+    async def _failed(
+        self, record: worker_pb2.DecodeRunResponse, prefilling: asyncio.Task[None] | None
+    ) -> AttemptFailed:
+        """What a record of anything but success means. KV that was lost is prefill's failure."""
+        culprit, died = self.decode, self.decode.lost.is_set()
+        if record.outcome == worker_pb2.OUTCOME_KV_LOST and self.prefill is not None and prefilling is not None:
+            culprit, died = self.prefill, self.prefill.lost.is_set()
+            if not died:
+                # Decode may hear of a death before this router does.
+                await asyncio.wait([prefilling], timeout=VERDICT_S)
+                error = prefilling.exception() if prefilling.done() else None
+                died = isinstance(error, AttemptFailed) and error.worker_died
+        return AttemptFailed(f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}", culprit, worker_died=died)
 
     def _on_token(self, token: worker_pb2.DecodedToken) -> None:
         """A token from decode: its copy of the KV is good."""
-        self._handed_off = True
+        self._handed_off.set()
         self._add(token)
 
     def _add(self, token: worker_pb2.DecodedToken) -> None:
@@ -151,19 +170,21 @@ class Attempt:
             tenant=self.tenant,
         )
 
-    async def _prefill(self, prefill: Incarnation, accepted: asyncio.Future[worker_pb2.PrefillAccepted]) -> None:
-        call = prefill.prefill.Run(worker_pb2.PrefillRunRequest(attempt=self._message()), metadata=inject(self.span))
-        try:
-            async for event in call:
-                if event.HasField("accepted"):
-                    accepted.set_result(event.accepted)
-                elif event.HasField("first_token"):
-                    self._first_token = event.first_token
-                    self._add(event.first_token.token)
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, prefill) from error
-        finally:
-            call.cancel()
+    async def _prefill(
+        self, prefill: Incarnation, message: worker_pb2.Attempt, accepted: asyncio.Future[worker_pb2.PrefillAccepted]
+    ) -> None:
+        with _calling(prefill):
+            call = prefill.prefill.Run(worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span))
+            try:
+                async for event in call:
+                    if event.HasField("accepted"):
+                        accepted.set_result(event.accepted)
+                    elif event.HasField("first_token"):
+                        self._first_token = event.first_token
+                        self._prompt_is_computed()
+                        self._add(event.first_token.token)
+            finally:
+                call.cancel()
 
     async def _accepted(
         self,
@@ -174,7 +195,7 @@ class Attempt:
         lost = asyncio.ensure_future(prefill.lost.wait())
         try:
             events: list[asyncio.Future[Any]] = [accepted, prefilling, lost]
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(events, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
         if accepted.done():
@@ -183,7 +204,11 @@ class Attempt:
             )
         if prefilling.done():
             prefilling.result()
-        raise AttemptFailed(f"worker {prefill.worker_id} was lost", prefill, worker_died=True)
+        if not done:
+            raise AttemptFailed(
+                f"worker {prefill.worker_id} has not answered within {ACCEPT_S:g} s", prefill, worker_died=True
+            )
+        raise _lost(prefill)
 
     async def _watch_source(self, prefill: Incarnation, prefilling: asyncio.Task[None]) -> None:
         """Fails if the prefill worker goes before the handoff and decode does not notice by itself."""
@@ -192,10 +217,15 @@ class Attempt:
             await asyncio.wait([prefilling, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
-        if not prefilling.done() or prefilling.exception() is not None:
-            await asyncio.sleep(VERDICT_S)
-            if not self._handed_off:
-                raise AttemptFailed(f"worker {prefill.worker_id} was lost", prefill, worker_died=True)
+        if prefilling.done() and prefilling.exception() is None:
+            return
+        try:
+            async with asyncio.timeout(VERDICT_S):
+                await self._handed_off.wait()
+        except TimeoutError:
+            if prefilling.done():
+                prefilling.result()
+            raise _lost(prefill) from None
 
     async def _watch_decode(self) -> None:
         """Fails if the decode worker goes, or if its tokens have a gap."""
@@ -206,41 +236,83 @@ class Attempt:
         finally:
             lost.cancel()
             gap.cancel()
-        what = "was lost" if self.decode.lost.is_set() else "left out a token"
-        raise AttemptFailed(f"worker {self.decode.worker_id} {what}", self.decode, worker_died=True)
+        if self.decode.lost.is_set():
+            raise _lost(self.decode)
+        raise AttemptFailed(f"worker {self.decode.worker_id} left out a token", self.decode, worker_died=True)
 
-    async def _decode(self, source: worker_pb2.KVSource | None) -> worker_pb2.DecodeRunResponse:
-        request = worker_pb2.DecodeRunRequest(attempt=self._message(), router_id=self.router_id, source=source)
-        try:
+    async def _decode(
+        self, message: worker_pb2.Attempt, source: worker_pb2.KVSource | None
+    ) -> worker_pb2.DecodeRunResponse:
+        request = worker_pb2.DecodeRunRequest(attempt=message, router_id=self.router_id, source=source)
+        with _calling(self.decode):
             record = await self.decode.decode.Run(request, metadata=inject(self.span))
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, self.decode) from error
         assert isinstance(record, worker_pb2.DecodeRunResponse)
-        if record.outcome == worker_pb2.OUTCOME_FINISHED and self.answer.matched_stop is None:
+        if record.outcome == worker_pb2.OUTCOME_FINISHED:
             await self._all_tokens(record.num_tokens)
         return record
 
     async def _all_tokens(self, num_tokens: int) -> None:
         """The record may overtake the last tokens, which come on another stream."""
-        while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
-            self.answer.progressed.clear()
-            await self.answer.progressed.wait()
+        try:
+            async with asyncio.timeout(LAST_TOKENS_S):
+                while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
+                    self.answer.progressed.clear()
+                    await self.answer.progressed.wait()
+        except TimeoutError:
+            text = f"worker {self.decode.worker_id} left out its last tokens"
+            raise AttemptFailed(text, self.decode, worker_died=True) from None
 
     async def _finish_when_stopped(self) -> None:
         await self.answer.stopped.wait()
         request = worker_pb2.FinishRequest(attempt_id=self.attempt_id, num_output_tokens=len(self.answer.token_ids))
-        try:
-            await self.decode.decode.Finish(request, timeout=VERDICT_S)
-        except grpc.aio.AioRpcError as error:
-            # It had ended by itself; the answer is complete either way.
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
-                raise _failure(error, self.decode) from error
+        with _calling(self.decode):
+            try:
+                await self.decode.decode.Finish(request, timeout=VERDICT_S)
+            except grpc.aio.AioRpcError as error:
+                # It had ended by itself; the answer is complete either way.
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+
+
+async def _first_verdict(
+    deciding: asyncio.Task[worker_pb2.DecodeRunResponse], watched: list[asyncio.Task[None]]
+) -> worker_pb2.DecodeRunResponse:
+    """Decode's final record, or the first reason why there will be none."""
+    pending: set[asyncio.Task[Any]] = {deciding, *watched}
+    while not deciding.done():
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if not deciding.done():
+            for task in done:
+                task.result()
+    return deciding.result()
 
 
 def _start(tasks: list[asyncio.Task[Any]], work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     task = asyncio.ensure_future(work)
     tasks.append(task)
     return task
+
+
+@contextlib.contextmanager
+def _calling(worker: Incarnation) -> Iterator[None]:
+    """Around a call to `worker`: gives its end a meaning."""
+    if worker.lost.is_set():
+        # Its channel is closed, or will be in a moment.
+        raise _lost(worker)
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _failure(error, worker) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this task: the link has given the worker up and closed the channel under its calls.
+        raise _lost(worker) from None
+
+
+def _lost(worker: Incarnation) -> AttemptFailed:
+    return AttemptFailed(f"worker {worker.worker_id} was lost", worker, worker_died=True)
 
 
 def _failure(error: grpc.aio.AioRpcError, worker: Incarnation) -> BatonError:
