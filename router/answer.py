@@ -51,6 +51,7 @@ class Answer:
         )
         self._pending_text = ""
         self._pending_tokens: list[inference_pb2.GeneratedToken] = []
+        self._num_taken = 0
         self._taken_s = arrived_s
 
     @property
@@ -86,9 +87,8 @@ class Answer:
             self.matched_stop = delta.matched_stop
             assert delta.num_output_tokens is not None
             del self.token_ids[delta.num_output_tokens :]
-            # Tokens that the client already has cannot be taken back; they are never more than the stop string's own.
-            num_surplus = sum(token.index >= len(self.token_ids) for token in self._pending_tokens)
-            del self._pending_tokens[len(self._pending_tokens) - num_surplus :]
+            # None of those cut off was taken: they were not certain.
+            del self._pending_tokens[max(0, len(self.token_ids) - self._num_taken) :]
             self.stopped.set()
         self.changed.set()
         self.progressed.set()
@@ -96,14 +96,24 @@ class Answer:
     @property
     def can_take(self) -> bool:
         """Whether there is anything for the client."""
-        return bool(self._pending_text or self._pending_tokens)
+        return bool(self._pending_text) or self._num_takeable > 0
+
+    @property
+    def _num_takeable(self) -> int:
+        """Pending tokens that no stop string can cut off any more."""
+        if self.matched_stop is not None:
+            return len(self._pending_tokens)
+        return max(0, min(len(self._pending_tokens), self._text.num_certain_tokens - self._num_taken))
 
     def take(self) -> inference_pb2.GenerateResponse:
-        """Everything the client has not taken yet, in one message."""
+        """What is certain and the client has not taken yet, in one message."""
+        num_tokens = self._num_takeable
+        tokens, self._pending_tokens = self._pending_tokens[:num_tokens], self._pending_tokens[num_tokens:]
         response = inference_pb2.GenerateResponse(
-            request_id=self.request.request_id, text=self._pending_text, tokens=self._pending_tokens
+            request_id=self.request.request_id, text=self._pending_text, tokens=tokens
         )
-        self._pending_text, self._pending_tokens = "", []
+        self._pending_text = ""
+        self._num_taken += num_tokens
         self._taken_s = time.monotonic()
         return response
 

@@ -53,6 +53,12 @@ class StopMatcher:
         self._best: tuple[int, int, str] | None = None  # (start, end, stop) of the leftmost match so far
         self._is_over = False
 
+    @property
+    def waiting_end(self) -> int | None:
+        """Where a match ends that waits for a longer stop string, begun further left, to be ruled out: characters from
+        the start of the whole text. None while there is no such match."""
+        return None if self._best is None or self._is_over else self._best[1]
+
     def push(self, text: str) -> StopDelta:
         """Takes the next piece of text. After a match all text is dropped."""
         if self._is_over:

@@ -58,6 +58,13 @@ class TextStream:
             return TextDelta(text)
         return self._delta(self._matcher.push(text))
 
+    @property
+    def num_certain_tokens(self) -> int:
+        """Leading tokens that no match can cut off any more; all that were pushed, unless a match waits for a longer
+        one to be ruled out."""
+        end = self._matcher.waiting_end
+        return len(self._num_chars_after) if end is None else self._num_tokens_to(end)
+
     def finish(self) -> TextDelta:
         """Ends the output: gives what was held back. Even now a stop string may turn out to have matched."""
         before = self._matcher.push(self._detokenizer.flush())
@@ -70,7 +77,10 @@ class TextStream:
     def _delta(self, delta: StopDelta) -> TextDelta:
         if delta.end is None:
             return TextDelta(delta.text)
+        return TextDelta(delta.text, delta.matched, self._num_tokens_to(delta.end))
+
+    def _num_tokens_to(self, end: int) -> int:
+        """Tokens up to the one that completed the searched text's first `end` characters."""
         # The end of an incomplete character is whole only after the last token.
-        end = self._num_unsearched_chars + delta.end
-        num_tokens = min(bisect_left(self._num_chars_after, end) + 1, len(self._num_chars_after))
-        return TextDelta(delta.text, delta.matched, num_tokens)
+        num_tokens = bisect_left(self._num_chars_after, self._num_unsearched_chars + end) + 1
+        return min(num_tokens, len(self._num_chars_after))
