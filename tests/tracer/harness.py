@@ -200,14 +200,14 @@ class Router:
         if self.p is None:
             return await self._finish(request, self.decode(request))
         prefilling = await self.prefill(request)
-        decoding = self.decode(request, self.source())
-        events, cached = [], 0
+        answer = await self._finish(request, self.decode(request, self.source()))
+        if answer.record.outcome != FINISHED:
+            prefilling.cancel()
+            return answer
         for event in await prefilling.rest():
-            events.append(event.WhichOneof("event"))
-            if events[-1] == "first_token":
-                cached = event.first_token.cached_tokens
-        answer = await self._finish(request, decoding)
-        answer.prefill_cached, answer.events = cached, events
+            answer.events.append(event.WhichOneof("event"))
+            if answer.events[-1] == "first_token":
+                answer.prefill_cached = event.first_token.cached_tokens
         return answer
 
     async def _finish(self, request: worker_pb2.Attempt, decoding: Any) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 from harness import EVICTED, FINISHED, PROMPT, attempt, cell, expected
@@ -186,8 +187,11 @@ async def serve(c, request: random.Random, max_attempts: int = 50) -> int:
         prompt = LONG[: request.randrange(1, 180)]
     sampling = {"max_tokens": request.choice([1, 5, 40]), "temperature": request.choice([0.0, 1.0]), "seed": 3}
     got: list[int] = []
+    started_s = time.monotonic()
     for number in range(max_attempts):
-        answer = await c.router.generate(attempt(prompt, got, **sampling))
+        again = attempt(prompt, got, **sampling)
+        again.waited_ms = round(1000 * (time.monotonic() - started_s))
+        answer = await c.router.generate(again)
         got += answer.tokens
         if answer.record.outcome == FINISHED:
             assert got == expected(prompt, sampling["max_tokens"], temperature=sampling["temperature"], seed=3)

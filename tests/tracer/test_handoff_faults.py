@@ -1,0 +1,435 @@
+"""Handoffs that go wrong: what must never be answered, and that nobody keeps blocks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from harness import FINISHED, KV_LOST, LIMIT_S, PROMPT, Cell, attempt, cell, code_of, expected, gated
+
+from engine import tracer
+from kvstore.transport import grpc as grpc_transport
+from kvstore.transport.base import Frame, add_to_checksum
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.rpc import Server, create_channel
+
+LONG = (PROMPT * 3)[:250]
+Code = grpc.StatusCode
+
+
+# What an owner refuses
+
+
+@pytest.mark.parametrize(
+    "changes, code",
+    [
+        ({"epoch": 1}, Code.FAILED_PRECONDITION),
+        ({"layout": "layers=1"}, Code.FAILED_PRECONDITION),
+        ({"layout": ""}, Code.FAILED_PRECONDITION),
+        ({"transport": "pigeon"}, Code.FAILED_PRECONDITION),
+        ({"transport": ""}, Code.FAILED_PRECONDITION),
+        ({"attempt_id": b"short"}, Code.INVALID_ARGUMENT),
+        ({"attempt_id": b"x" * 16}, Code.NOT_FOUND),
+        ({"have_tokens": 7}, Code.INVALID_ARGUMENT),
+        ({"have_tokens": 96}, Code.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_wrong_fetch_is_refused_and_hurts_nobody(changes, code):
+    async with cell() as c:
+        request = attempt(PROMPT[:95])
+        prefilling = await c.router.prefill(request)
+        assert await c.p.fetch(**{"attempt_id": request.attempt_id, **changes}).code() is code
+        record = await c.router.decode(request, c.router.source())
+        assert record.outcome == FINISHED
+        assert (await prefilling.rest())[-1].finished.intact
+        await c.balanced()
+
+
+async def test_ten_thousand_bogus_handoff_ids_leave_no_state():
+    """peers.md #14."""
+    async with cell() as c:
+        for _ in range(20):
+            ids = [secrets.token_bytes(16) for _ in range(250)]
+            fetches = await asyncio.gather(*(c.p.fetch(attempt_id).code() for attempt_id in ids))
+            releases = await asyncio.gather(
+                *(
+                    code_of(c.p.kv.Release(worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=c.p.epoch)))
+                    for attempt_id in ids
+                )
+            )
+            assert {*fetches, *releases} == {Code.NOT_FOUND}
+        assert len(c.prefill.parts.leases) == 0
+        await c.balanced()
+
+
+async def test_a_second_fetch_is_refused_and_the_first_goes_on():
+    async with cell(chunk_size=16) as c:
+        request = attempt(LONG)
+        with gated(c.prefill) as gate:
+            prefilling = await c.router.prefill(request)
+            decoding = c.router.decode(request, c.router.source())
+            await gate.arrival()
+            assert await c.p.fetch(request.attempt_id).code() is Code.ALREADY_EXISTS
+        assert (await decoding).outcome == FINISHED
+        assert await c.router.until_tokens(request.attempt_id, 8) == expected(LONG, 8)
+        assert (await prefilling.rest())[-1].finished.intact
+        await c.balanced()
+
+
+# Credit and overlap
+
+
+async def test_nothing_is_computed_before_a_reader_has_come():
+    async with cell() as c:
+        first, second = attempt(LONG), attempt(PROMPT)
+        with gated(c.prefill) as gate:
+            waiting = await c.router.prefill(first)
+            prefilling = await c.router.prefill(second)
+            fetching = c.p.fetch(second.attempt_id)
+            reading = asyncio.create_task(fetching.rest())
+            batch = await gate.arrival()
+            assert batch.token_ids == list(PROMPT[:64]), "the one without credit was overtaken"
+            assert c.prefill.parts.holdings.num_accounted == c.prefill.parts.holdings.num_blocks(len(PROMPT))
+        await asyncio.wait_for(reading, LIMIT_S)
+        assert (await c.p.release(second.attempt_id, len(PROMPT))).intact
+        assert (await prefilling.rest())[-1].finished.intact
+        assert c.prefill.role.scheduler.num_queued == 1
+        waiting.cancel()
+        await c.balanced()
+
+
+async def test_blocks_are_readable_before_the_prompt_is_done():
+    async with cell(chunk_size=64, max_num_batched_tokens=64) as c:
+        request = attempt(LONG)
+        with gated(c.prefill) as gate:
+            prefilling = await c.router.prefill(request)
+            fetching = c.p.fetch(request.attempt_id)
+            received = 0
+            for num_chunks in (1, 2, 3):
+                reading = asyncio.create_task(fetching.next())
+                assert (await gate.arrival()).context_lens == [64 * num_chunks]
+                assert not reading.done(), "blocks came before they were computed"
+                gate.let_through()
+                frame = await reading
+                assert (frame.first_block, len(frame.block_ids)) == (received, 4)
+                received += 4
+        rest = await fetching.rest()
+        assert sum(len(frame.block_ids) for frame in rest) == 4, "the last one is not full"
+        answer = await c.p.release(request.attempt_id, len(LONG))
+        assert answer.intact and answer.first_token.token_id == expected(LONG, 1)[0]
+        events = await prefilling.rest()
+        assert [event.WhichOneof("event") for event in events] == ["first_token", "finished"]
+        await c.balanced()
+
+
+async def test_the_bytes_fetched_are_the_kv_of_the_prompt():
+    async with cell() as c:
+        request = attempt(LONG[:100])
+        await c.router.prefill(request)
+        frames = await c.p.fetch(request.attempt_id, have_tokens=32).rest()
+        data = b"".join(frame.data for frame in frames)
+        layout = c.prefill.parts.identity.layout
+        assert sum(len(frame.block_ids) for frame in frames) == 5
+        assert frames[0].first_block == 2
+        first = tracer.records(LONG[32:48], 32, layout.num_planes)[0].tobytes()
+        assert data.startswith(first)
+        answer = await c.p.release(request.attempt_id, 100)
+        checksum = 0
+        for frame in frames:
+            checksum = add_to_checksum(Frame(tuple(frame.block_ids), frame.data), checksum)
+        assert (answer.intact, answer.checksum) == (True, checksum)
+        await c.balanced()
+
+
+async def test_a_prompt_gets_all_blocks_or_none():
+    """Two prompts of 6 blocks in a pool of 10: the second starts when the first is released."""
+    async with cell(prefill={"num_kv_blocks": 10}, chunk_size=16, max_num_batched_tokens=32, max_model_len=160) as c:
+        first, second = attempt(LONG[:90]), attempt(LONG[100:190])
+        for request in (first, second):
+            await c.router.prefill(request)
+        one, two = c.p.fetch(first.attempt_id), c.p.fetch(second.attempt_id)
+        reading = asyncio.create_task(two.rest())
+        await one.rest()
+        scheduler = c.prefill.role.scheduler
+        assert (scheduler.num_queued, scheduler.num_leased, c.prefill.parts.holdings.num_accounted) == (1, 1, 6)
+        assert not reading.done()
+        assert (await c.p.release(first.attempt_id, 90)).intact
+        await asyncio.wait_for(reading, LIMIT_S)
+        assert (await c.p.release(second.attempt_id, 90)).intact
+        await c.balanced()
+
+
+# Leases that break
+
+
+@pytest.mark.parametrize("num_tokens", [0, 89, 91])
+async def test_a_wrong_count_is_not_attested(num_tokens):
+    async with cell() as c:
+        request = attempt(LONG[:90])
+        prefilling = await c.router.prefill(request)
+        await c.p.fetch(request.attempt_id).rest()
+        answer = await c.p.release(request.attempt_id, num_tokens)
+        assert not answer.intact and not answer.HasField("first_token")
+        assert not (await prefilling.rest())[-1].finished.intact
+        await c.balanced()
+
+
+async def test_a_release_before_everything_was_read_is_not_attested():
+    async with cell(chunk_size=16) as c:
+        request = attempt(LONG)
+        with gated(c.prefill) as gate:
+            prefilling = await c.router.prefill(request)
+            fetching = c.p.fetch(request.attempt_id)
+            reading = asyncio.create_task(fetching.code())
+            await gate.arrival()
+            assert not (await c.p.release(request.attempt_id, len(LONG))).intact
+            assert await reading is Code.ABORTED
+            gate.let_through()
+            assert [event.WhichOneof("event") for event in await prefilling.rest()] == ["finished"]
+            await c.balanced()
+            assert gate.num_arrived <= 1, "chunks were computed for nobody"
+
+
+async def test_a_reader_that_goes_ends_the_work():
+    async with cell(chunk_size=16) as c:
+        request = attempt(LONG)
+        with gated(c.prefill) as gate:
+            prefilling = await c.router.prefill(request)
+            fetching = c.p.fetch(request.attempt_id)
+            reading = asyncio.create_task(fetching.code())
+            await gate.arrival()
+            fetching.cancel()
+            await asyncio.wait([reading])
+            events = await asyncio.wait_for(prefilling.rest(), LIMIT_S)
+            assert [event.finished.intact for event in events] == [False]
+            gate.let_through()
+            await c.balanced()
+            assert gate.num_arrived == 0, "chunks were computed for nobody"
+
+
+async def test_an_unread_lease_expires_and_frees_its_blocks():
+    async with cell(kv_lease_ttl_s=0.1) as c:
+        request = attempt(LONG)
+        prefilling = await c.router.prefill(request)
+        await c.p.fetch(request.attempt_id).rest()
+        events = await prefilling.rest()
+        assert [event.WhichOneof("event") for event in events] == ["first_token", "finished"]
+        assert not events[-1].finished.intact
+        await c.balanced()
+        release = worker_pb2.ReleaseRequest(attempt_id=request.attempt_id, epoch=c.p.epoch, num_tokens=len(LONG))
+        assert await code_of(c.p.kv.Release(release)) is Code.NOT_FOUND
+
+
+# An owner that lies, stands between a decode worker and the true one
+
+
+class FalseOwner(worker_pb2_grpc.KVTransferServicer, worker_pb2_grpc.WorkerServicer):
+    """Passes everything on to a true owner and changes what a test says."""
+
+    def __init__(self, c: Cell) -> None:
+        self._c = c
+        self.describe: Callable[[worker_pb2.DescribeResponse], Any] = lambda _: None
+        self.frame: Callable[[worker_pb2.FetchResponse], Any] = lambda _: None
+        self.release: Callable[[worker_pb2.ReleaseResponse], Any] = lambda _: None
+        self.release_request: Callable[[worker_pb2.ReleaseRequest], Any] = lambda _: None
+        self.num_frames: int | None = None
+        self.on_frame: Callable[[], Any] | None = None
+        self.num_releases = 0
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        answer = await self._c.p.worker.Describe(request)
+        self.describe(answer)
+        return answer
+
+    async def Fetch(self, request: Any, context: Any) -> Any:
+        count = 0
+        async for frame in self._c.p.kv.Fetch(request):
+            if count == self.num_frames:
+                return
+            self.frame(frame)
+            yield frame
+            count += 1
+            if self.on_frame is not None:
+                await self.on_frame()
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        self.num_releases += 1
+        self.release_request(request)
+        answer = await self._c.p.kv.Release(request)
+        self.release(answer)
+        return answer
+
+
+async def answer_through(c: Cell, owner: FalseOwner, prompt: tuple[int, ...] = LONG) -> worker_pb2.DecodeRunResponse:
+    """The final record of an attempt whose KV comes through `owner`; checks that nothing leaks."""
+    server = Server()
+    server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, owner, "baton.v1.KVTransfer")
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, owner, "baton.v1.Worker")
+    port = await server.start("127.0.0.1", 0)
+    request = attempt(prompt)
+    try:
+        prefilling = await c.router.prefill(request)
+        source = c.router.source(address=f"127.0.0.1:{port}")
+        record = await asyncio.wait_for(c.router.decode(request, source), LIMIT_S)
+        if record.outcome == FINISHED:
+            assert await c.router.until_tokens(request.attempt_id, 8) == expected(prompt, 8)
+        else:
+            assert not c.router.tokens[request.attempt_id], "tokens from doubtful KV"
+            assert record.detail
+            prefilling.cancel()
+        await c.balanced()
+        return record
+    finally:
+        await server.stop(0)
+
+
+def _flip(frame: worker_pb2.FetchResponse) -> None:
+    data = bytearray(frame.data)
+    data[len(data) // 2] ^= 1
+    frame.data = bytes(data)
+
+
+def _wrong_first_position(answer: worker_pb2.ReleaseResponse) -> None:
+    answer.first_token.position += 1
+
+
+LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a bit flipped": ("frame", _flip),
+    "bytes missing": ("frame", lambda frame: setattr(frame, "data", frame.data[:-1])),
+    "no bytes": ("frame", lambda frame: setattr(frame, "data", b"")),
+    "a block skipped": ("frame", lambda frame: setattr(frame, "first_block", frame.first_block + 1)),
+    "a block repeated": (
+        "frame",
+        lambda frame: setattr(frame, "first_block", 0) if frame.first_block else _flip(frame),
+    ),
+    "blocks too many": ("frame", lambda frame: frame.block_ids.extend(range(99))),
+    "another checksum": ("release", lambda answer: setattr(answer, "checksum", answer.checksum ^ 1)),
+    "another epoch": ("release", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1)),
+    "another count": ("release", lambda answer: setattr(answer, "num_tokens", answer.num_tokens - 1)),
+    "not intact": ("release", lambda answer: setattr(answer, "intact", False)),
+    "no first token": ("release", lambda answer: answer.ClearField("first_token")),
+    "first token elsewhere": ("release", _wrong_first_position),
+    "described epoch": ("describe", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1)),
+    "described layout": ("describe", lambda answer: setattr(answer, "layout", "other")),
+    "no transport": ("describe", lambda answer: answer.ClearField("transports")),
+    "told another count": ("release_request", lambda request: setattr(request, "num_tokens", 3)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_kv_that_is_not_attested_is_never_answered_from(lie):
+    async with cell(kv_transports=("grpc",)) as c:
+        owner = FalseOwner(c)
+        where, change = LIES[lie]
+        setattr(owner, where, change)
+        assert (await answer_through(c, owner)).outcome == KV_LOST
+        # The same bytes, told truly, are good: the lie was the reason.
+        assert (await answer_through(c, FalseOwner(c))).outcome == FINISHED
+
+
+async def test_a_stream_that_ends_early_is_not_believed():
+    async with cell(kv_transports=("grpc",), chunk_size=16, max_num_batched_tokens=32) as c:
+        owner = FalseOwner(c)
+        owner.num_frames = 1
+        assert (await answer_through(c, owner)).outcome == KV_LOST
+        assert owner.num_releases == 1, "the owner was told that the reader gives up"
+
+
+async def test_an_owner_that_dies_between_frames():
+    async with cell(chunk_size=16, max_num_batched_tokens=32, kv_transports=("grpc",)) as c:
+        request = attempt(LONG)
+        with gated(c.prefill) as gate:
+            prefilling = await c.router.prefill(request)
+            decoding = c.router.decode(request, c.router.source())
+            await gate.arrival()
+            gate.let_through()
+            await gate.arrival()
+            gate.open()
+            await c.prefill.server.stop(0)
+            record = await asyncio.wait_for(decoding, LIMIT_S)
+        assert record.outcome == KV_LOST and "prefill" in record.detail
+        assert await prefilling.code() is not Code.OK
+        assert not c.router.tokens[request.attempt_id]
+
+
+async def test_an_owner_that_does_not_exist():
+    async with cell() as c:
+        record = await asyncio.wait_for(
+            c.router.decode(attempt(), c.router.source(address="127.0.0.1:1", worker_id="ghost")), LIMIT_S
+        )
+        assert record.outcome == KV_LOST and "ghost" in record.detail
+        await c.balanced()
+
+
+async def test_an_owner_of_another_epoch_or_without_the_attempt():
+    async with cell() as c:
+        request = attempt()
+        await c.router.prefill(request)
+        assert (await c.router.decode(request, c.router.source(epoch=c.p.epoch + 1))).outcome == KV_LOST
+        assert (await c.router.decode(attempt(), c.router.source())).outcome == KV_LOST
+        assert (await c.router.decode(request, c.router.source())).outcome == FINISHED, "the true attempt is unhurt"
+        await c.balanced()
+
+
+async def test_an_owner_that_starts_again_at_the_same_address_is_found():
+    """peers.md #32."""
+    async with cell() as c, create_channel(c.prefill.address):
+        assert (await c.router.generate(attempt())).record.outcome == FINISHED
+        stale = c.router.source(epoch=c.p.epoch - 1)
+        assert (await c.router.decode(attempt(), stale)).outcome == KV_LOST
+        assert (await c.router.generate(attempt())).tokens == expected(PROMPT, 8)
+        await c.balanced()
+
+
+async def test_layouts_that_differ_are_refused():
+    async with cell(prefill={"block_size": 8}) as c:
+        request = attempt()
+        prefilling = await c.router.prefill(request)
+        record = await c.router.decode(request, c.router.source())
+        assert record.outcome == KV_LOST and "layout" in record.detail
+        prefilling.cancel()
+        await c.balanced()
+
+
+async def test_a_reader_slower_than_the_lease_gets_nothing_attested(monkeypatch):
+    """peers.md #18: the owner's blocks are someone else's by the time the bytes are counted."""
+    arrived, proceed = asyncio.Event(), asyncio.Event()
+    async with cell(kv_transports=("grpc",), kv_lease_ttl_s=0.1) as c:
+        owner = FalseOwner(c)
+
+        async def hold() -> None:
+            arrived.set()
+            await proceed.wait()
+
+        owner.on_frame = hold
+        server_side = asyncio.create_task(answer_through(c, owner))
+        await asyncio.wait_for(arrived.wait(), LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            while len(c.prefill.parts.leases):
+                reports = c.p.worker.Watch(worker_pb2.WatchRequest())
+                await reports.read()
+                await reports.read()
+                reports.cancel()
+        proceed.set()
+        assert (await server_side).outcome == KV_LOST
+
+
+async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
+    """An error nobody thought of must not leave an attempt fetching for ever."""
+
+    def fail(*_: Any) -> int:
+        raise ZeroDivisionError("nobody thought of this")
+
+    async with cell(kv_transports=("grpc",)) as c:
+        monkeypatch.setattr(grpc_transport.Reader, "receive", fail)
+        request = attempt()
+        prefilling = await c.router.prefill(request)
+        record = await asyncio.wait_for(c.router.decode(request, c.router.source()), LIMIT_S)
+        assert record.outcome == KV_LOST and "nobody thought of this" in record.detail
+        prefilling.cancel()
+        await c.balanced()
