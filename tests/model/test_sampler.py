@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import SampleRow
 from engine.request import SamplingParams
-from engine.sampler import NUM_LIKELY, LogitsNotFinite, draw, nucleus_floor, sample, uniform
+from engine.sampler import NUM_LIKELY, LogitsNotFinite, adjust, draw, nucleus_floor, sample, uniform
 
 VOCAB = 50
 GOLDEN = [0.7990078641386918, 0.5730097400670833, 0.5258133003495684, 0.3845527036586238]
@@ -211,6 +211,23 @@ def test_the_highest_wins_and_the_lowest_id_among_equals(sampling: SamplingParam
     tied = torch.tensor([[0.0, 5.0, 5.0, 5.0]])
     assert sample(tied, [row(SamplingParams())])[0].token_id == 1
     assert sample(tied, [row(SamplingParams(logit_bias=((0, 1.0),)))])[0].token_id == 1
+
+
+def test_min_p_of_one_keeps_the_highest_and_its_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.9]])
+    sampling = SamplingParams(temperature=1.0, min_p=1.0)
+    answers = sample(logits.expand(100, -1), [row(replace(sampling, seed=seed)) for seed in range(100)])
+    assert {answer.token_id for answer in answers} == {1, 2}
+
+
+def test_adjusted_logits_equal_the_specification() -> None:
+    """All of them, where a choice would show only the highest."""
+    rng = random.Random(8)
+    for seed in range(100):
+        request, logits = random_request(rng), random_logits(seed, scale=0.7)
+        adjusted = adjust(torch.tensor(logits), request)
+        expected = torch.tensor(adjusted_by_definition(logits, request))
+        torch.testing.assert_close(adjusted, expected, atol=1e-5, rtol=0)
 
 
 def test_suppressed_ids_are_never_chosen() -> None:
