@@ -184,7 +184,11 @@ class Router:
         """Opens Prefill.Run and returns the call once it is accepted."""
         assert self.p is not None
         stream = Stream(self.p.prefill.Run(worker_pb2.PrefillRunRequest(attempt=request)))
-        first = await stream.next()
+        try:
+            first = await stream.next()
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
         assert first.WhichOneof("event") == "accepted"
         assert first.accepted.epoch == self.p.epoch
         return stream
@@ -200,15 +204,15 @@ class Router:
         if self.p is None:
             return await self._finish(request, self.decode(request))
         prefilling = await self.prefill(request)
-        answer = await self._finish(request, self.decode(request, self.source()))
-        if answer.record.outcome != FINISHED:
-            prefilling.cancel()
+        try:
+            answer = await self._finish(request, self.decode(request, self.source()))
+            for event in await prefilling.rest() if answer.record.outcome == FINISHED else ():
+                answer.events.append(event.WhichOneof("event"))
+                if answer.events[-1] == "first_token":
+                    answer.prefill_cached = event.first_token.cached_tokens
             return answer
-        for event in await prefilling.rest():
-            answer.events.append(event.WhichOneof("event"))
-            if answer.events[-1] == "first_token":
-                answer.prefill_cached = event.first_token.cached_tokens
-        return answer
+        finally:
+            prefilling.cancel()
 
     async def _finish(self, request: worker_pb2.Attempt, decoding: Any) -> Answer:
         record = await decoding
