@@ -1,0 +1,89 @@
+"""The system that most tests of this folder share, answers given one at a time, and what was measured on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from asked import Asked, ask_in_turn, prompts, varied_lengths
+from served import Served
+
+from baton import Completion
+
+MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
+NUM_STREAMS = 64
+NUM_SAMPLED = 16
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MEASURED] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Times and near-ties, which have no limit that a busy machine would keep, are shown."""
+    if config.stash[MEASURED]:
+        terminalreporter.section("measured end to end")
+        for line in config.stash[MEASURED]:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def measured(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Notes a line for the summary."""
+    return pytestconfig.stash[MEASURED].append
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts a system of this test's own."""
+    started: list[Served] = []
+
+    def start(*flags: str, model: str = "smollm2") -> Served:
+        folder = tmp_path / f"serve-{len(started)}"
+        folder.mkdir()
+        started.append(Served(folder, *flags, model=model))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory, measured: Callable[[str], None]) -> Iterator[Served]:
+    """`baton serve smollm2`, f32, as it comes."""
+    served = Served(tmp_path_factory.mktemp("system"), "--dtype=float32")
+    measured(f"baton serve smollm2: health SERVING after {served.ready_s:.1f} s")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="session")
+def greedy_requests() -> list[Asked]:
+    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 8 to 24 new ones."""
+    found = prompts(varied_lengths(NUM_STREAMS, 300, seed=1), seed=2)
+    return [Asked(prompt, max_tokens=8 + index % 17) for index, prompt in enumerate(found)]
+
+
+@pytest.fixture(scope="session")
+def sampled_requests() -> list[Asked]:
+    """Seeded sampling, temperature 0.8 and top_p 0.95."""
+    found = prompts(varied_lengths(NUM_SAMPLED, 300, seed=3), seed=4)
+    return [Asked(prompt, max_tokens=16, seed=1000 + index) for index, prompt in enumerate(found)]
+
+
+@pytest.fixture(scope="session")
+def greedy_alone(system: Served, greedy_requests: list[Asked]) -> list[Completion]:
+    """Answers given one at a time, without reuse."""
+    answers = ask_in_turn(system.address, greedy_requests)
+    assert not any(answer.usage.cached_tokens for answer in answers)
+    return answers
+
+
+@pytest.fixture(scope="session")
+def sampled_alone(system: Served, sampled_requests: list[Asked]) -> list[Completion]:
+    """Answers given one at a time, without reuse."""
+    answers = ask_in_turn(system.address, sampled_requests)
+    assert not any(answer.usage.cached_tokens for answer in answers)
+    return answers

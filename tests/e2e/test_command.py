@@ -1,0 +1,77 @@
+"""The `baton` command against a running system, as a user types it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from served import BATON, Served
+
+QUESTION = "What is the capital of France?"
+
+
+def baton(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BATON, *arguments], input=text, capture_output=True, text=True, timeout=120)
+
+
+def test_generate_streams_an_answer_by_two_workers(system: Served) -> None:
+    done = baton(
+        "generate", "--address", system.address, "--chat", "--stats", "--temperature=0", "--max-tokens=24", QUESTION
+    )
+    assert done.returncode == 0 and "Paris" in done.stdout, done
+    served_by = re.search(r"prefilled by (prefill-0-\w+), decoded by (decode-0-\w+)", done.stderr)
+    assert served_by is not None, done.stderr
+    assert re.search(r"time to first token [\d.]+ ms, inter-token latency [\d.]+ ms, \d+ KV bytes handed", done.stderr)
+    table = baton("workers", "--address", system.address).stdout
+    assert all(worker_id in table for worker_id in served_by.groups())
+
+
+def test_generate_reads_a_prompt_from_standard_input_and_repeats_by_seed(system: Served) -> None:
+    options = ("--address", system.address, "--seed=5", "--temperature=0.9", "--max-tokens=12", "--ignore-eos", "-")
+    first, second = (baton("generate", *options, text="Seven ships sailed from") for _ in range(2))
+    assert first.returncode == 0 and first.stdout.strip() and first.stderr == "", first
+    assert second.stdout == first.stdout
+
+
+def test_generate_ends_before_a_stop_string(system: Served) -> None:
+    options = ("--address", system.address, "--temperature=0", "--max-tokens=40", "--stop= four")
+    done = baton("generate", *options, "one, two, three, four, five, six, one, two, three,")
+    assert done.returncode == 0 and "four" not in done.stdout, done
+
+
+def test_workers_shows_a_line_for_each(system: Served) -> None:
+    done = baton("workers", "--address", system.address)
+    header, *rows = done.stdout.splitlines()
+    assert done.returncode == 0 and header.split()[:4] == ["worker", "role", "state", "address"]
+    assert [row.split()[1:3] for row in rows] == [["prefill", "serving"], ["decode", "serving"]]
+
+
+def test_version_and_help() -> None:
+    version = baton("version")
+    assert version.returncode == 0 and re.fullmatch(r"baton \d+\.\d+\.\d+\S*\n", version.stdout)
+    usage = baton("--help")
+    assert usage.returncode == 0
+    for command in ("serve", "chat", "generate", "workers", "version"):
+        assert re.search(rf"^  {command}\s", usage.stdout, re.MULTILINE)
+        assert baton(command, "--help").returncode == 0 or command == "version"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("generate", "--address=ADDRESS", ""), 1, "empty"),
+        (("generate", "--address=ADDRESS", "--temperature=-1", "x"), 1, "temperature"),
+        (("generate", "--address=ADDRESS", "--max-tokens=0", "x"), 1, "max_tokens"),
+        (("generate", "--address=ADDRESS", "--max-tokens=many", "x"), 2, "max-tokens"),
+        (("workers", "--address=127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("serve", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("sing",), 2, "sing"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    system: Served, arguments: tuple[str, ...], code: int, text: str
+) -> None:
+    done = baton(*(argument.replace("ADDRESS", system.address) for argument in arguments))
+    assert done.returncode == code and text in done.stderr.splitlines()[-1], done
+    assert "Traceback" not in done.stderr

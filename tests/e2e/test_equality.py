@@ -1,0 +1,90 @@
+"""The same request gets the same tokens however it is served: float32, greedy and seeded sampling.
+
+What is compared with are answers given one at a time, by chunks of at most 512 tokens, over shared memory, without
+reuse. `ties.py` says what "the same" means; near-ties are counted and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from asked import Asked, ask_together
+from served import Served
+from ties import count_near_ties, logits_after, possible_draws
+
+from baton import Completion
+
+CONFIGURATIONS = {
+    "batch of 32": (),
+    "chunk 64": ("--chunk-size=64",),
+    "chunk 16": ("--chunk-size=16",),
+    "grpc": ("--kv-transports=grpc",),
+    "mixed": ("--num-prefill=0", "--num-decode=0", "--num-mixed=1"),
+}
+Note = Callable[[str], None]
+
+
+def test_64_concurrent_streams_equal_one_at_a_time(
+    serve: Callable[..., Served], greedy_requests: list[Asked], greedy_alone: list[Completion], measured: Note
+) -> None:
+    answers = ask_together(serve("--dtype=float32").address, greedy_requests)
+    assert len(answers) == 64 and not any(answer.usage.cached_tokens for answer in answers)
+    ties = count_near_ties(greedy_requests, greedy_alone, [answer.token_ids for answer in answers], "64 at once")
+    measured(f"64 concurrent streams against one at a time: {ties} answers part at near-ties")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_answers_equal_those_given_alone(
+    name: str,
+    serve: Callable[..., Served],
+    requests_and_answers: tuple[list[Asked], list[Completion]],
+    measured: Note,
+) -> None:
+    """16 greedy and 16 sampled requests at once, on a system that has nothing cached."""
+    requests, alone = requests_and_answers
+    answers = ask_together(serve("--dtype=float32", *CONFIGURATIONS[name]).address, requests)
+    assert {answer.served_by.transport for answer in answers} == {{"grpc": "grpc", "mixed": ""}.get(name, "shm")}
+    assert not any(answer.usage.cached_tokens for answer in answers)
+    ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], name)
+    measured(f"equality, {name}: {ties} of {len(requests)} answers part at near-ties")
+
+
+def test_answers_with_prefix_hits_equal_those_without(
+    system: Served, requests_and_answers: tuple[list[Asked], list[Completion]], measured: Note
+) -> None:
+    """In groups small enough that none loses its cached blocks to another."""
+    requests, alone = requests_and_answers
+    ties = 0
+    for group in (slice(0, 8), slice(16, 24)):
+        ask_together(system.address, [replace(request, max_tokens=1) for request in requests[group]])
+        answers = ask_together(system.address, requests[group])
+        for request, answer in zip(requests[group], answers, strict=True):
+            # The last prompt token is always computed, and reuse is by whole blocks of 16.
+            assert answer.usage.cached_tokens == (len(request.prompt_token_ids) - 1) // 16 * 16
+        token_ids = [answer.token_ids for answer in answers]
+        ties += count_near_ties(requests[group], alone[group], token_ids, "prefix hits")
+    measured(f"equality, prefix hits: {ties} of 16 answers part at near-ties")
+
+
+def test_sampled_tokens_are_the_draws_that_seed_and_position_name(
+    sampled_requests: list[Asked], sampled_alone: list[Completion]
+) -> None:
+    """The rule for near-ties itself: from logits computed here it gives what the service said, and hardly more."""
+    request, answer = sampled_requests[0], sampled_alone[0]
+    for place in (0, request.max_tokens - 1):
+        prefix = [*request.prompt_token_ids, *answer.token_ids[:place]]
+        possible = possible_draws(logits_after(prefix), request, position=len(prefix))
+        assert answer.token_ids[place] in possible and len(possible) <= 2
+
+
+@pytest.fixture(scope="module")
+def requests_and_answers(
+    greedy_requests: list[Asked],
+    greedy_alone: list[Completion],
+    sampled_requests: list[Asked],
+    sampled_alone: list[Completion],
+) -> tuple[list[Asked], list[Completion]]:
+    """Every fourth greedy request, and all sampled ones."""
+    return [*greedy_requests[3::4], *sampled_requests], [*greedy_alone[3::4], *sampled_alone]
