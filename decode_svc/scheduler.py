@@ -168,20 +168,22 @@ class DecodeScheduler:
         return [sequence for sequence in ready if not sequence.is_over]
 
     def _victim(self) -> Sequence:
-        """The youngest of the lowest class, never the oldest; reservations that hold nothing yet go first."""
+        """The youngest of the lowest class, never the oldest unless it is alone in a pool that could not grow;
+        reservations that hold nothing yet go first."""
         fetching = self._fetching()
         holders = [*self._decoding, *self._prefilling, *fetching]
         oldest = min(holders, key=lambda sequence: sequence.order[1])
         empty = [s for s in fetching if s is not oldest and self._fetches[s].num_empty_tokens > 0]
         others = [s for s in holders if s is not oldest]
-        # The oldest alone always fits: max_model_len is at most the pool.
-        assert others, "one sequence outgrew the whole pool"
-        return max(empty or others, key=lambda sequence: sequence.order)
+        return max(empty or others or holders, key=lambda sequence: sequence.order)
 
     def _admit(self, now_s: float) -> None:
         for sequence in sorted(self._waiting, key=lambda sequence: sequence.order):
             if self.num_running >= self.limits.max_num_seqs:
                 return
+            if not self.holdings.can_ever_hold(sequence.num_tokens + 1):
+                self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
+                continue
             fetch = self._fetches.get(sequence)
             if fetch is not None and not self._may_reserve(fetch):
                 continue

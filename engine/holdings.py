@@ -22,12 +22,18 @@ class Holdings:
     def __init__(self, pool: BlockPool, hasher: PrefixHasher, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.max_blocks = pool.ceiling
+        """Blocks the pool can ever have; lowered when the system turns out to have no memory for the rest."""
         self._hasher = hasher
         self._holders: set[Sequence] = set()
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a table of `num_tokens` positions fits when nothing else is held."""
+        return self.num_blocks(num_tokens) <= self.max_blocks
 
     def cached_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """The leading whole blocks of the input, within `max_tokens`, that the prefix cache has; takes nothing."""

@@ -45,7 +45,6 @@ class StepLoop:
         self._observer = observer
         self._wanted = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
-        self._memory_is_full = False
         self.num_steps = 0
         """Steps committed so far."""
 
@@ -92,8 +91,8 @@ class StepLoop:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages."""
         pool = self._scheduler.holdings.pool
         num_missing = self._scheduler.num_wanted_blocks() - pool.num_available
-        num_growable = pool.ceiling - pool.num_total
-        if num_missing <= 0 or num_growable <= 0 or self._memory_is_full:
+        num_growable = self._scheduler.holdings.max_blocks - pool.num_total
+        if num_missing <= 0 or num_growable <= 0:
             return
         num_more = min(num_growable, max(num_missing, MIN_GROWTH_BLOCKS))
         try:
@@ -101,8 +100,8 @@ class StepLoop:
                 self._executor, self._memory.commit, pool.num_total + num_more
             )
         except PoolMemoryFull as error:
-            # Asked once: from here on the pool works with what it has.
-            self._memory_is_full = True
+            # Asked once: from here on the pool works with what it has, and what needs more is refused.
+            self._scheduler.holdings.max_blocks = pool.num_total
             LOG.warning("the KV pool stays at %d blocks: %s", pool.num_total, error.message)
             return
         pool.grow(num_more)

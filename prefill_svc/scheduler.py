@@ -45,6 +45,9 @@ class PrefillScheduler:
         for sequence in sorted(self._waiting, key=lambda sequence: sequence.order):
             if plan.num_tokens >= limits.max_num_batched_tokens or self._num_holding >= limits.max_num_seqs:
                 break
+            if not self.holdings.can_ever_hold(sequence.num_tokens):
+                self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
+                continue
             if sequence not in self._credited:
                 continue
             # Nobody overtakes one that lacks blocks: a stream of short prompts would starve a long one.

@@ -44,8 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler: Any = None
 
     @initialize(
-        num_blocks=st.integers(1, 24),
-        ceiling=st.integers(7, 24),
+        num_blocks=st.integers(1, 14),
+        ceiling=st.integers(7, 14),
         max_num_seqs=st.integers(1, 5),
         extra_tokens=st.integers(0, 8),
         chunk_size=st.integers(1, 8),
@@ -318,7 +318,7 @@ class DecodeMachine(SchedulerMachine):
             self.end_fetch(sequence, 1)
 
 
-_SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestPrefillScheduler = PrefillMachine.TestCase
 TestPrefillScheduler.settings = _SETTINGS
 TestDecodeScheduler = DecodeMachine.TestCase

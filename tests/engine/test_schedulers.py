@@ -1,0 +1,261 @@
+"""Order, bounds and victims of both schedulers, one rule at a time."""
+
+from __future__ import annotations
+
+import pytest
+from pools import make_holdings, make_limits, make_sequence
+
+from decode_svc.scheduler import DecodeScheduler
+from engine.request import Priority, Sample
+from engine.sequence import DECODE_MOVES, PREFILL_MOVES, Sequence, State
+from prefill_svc.scheduler import PrefillScheduler
+
+
+class Prefill:
+    def __init__(self, num_blocks=100, **limits):
+        self.holdings = make_holdings(num_blocks)
+        self.scheduler = PrefillScheduler(self.holdings, make_limits(**{"max_model_len": 400, **limits}))
+        self.now_s = 0.0
+
+    def add(self, length, credit=True, first=1, **request) -> Sequence:
+        self.now_s += 1
+        sequence = make_sequence(range(first, first + length), PREFILL_MOVES, self.now_s, **request)
+        self.scheduler.add(sequence)
+        if credit:
+            self.scheduler.credit(sequence)
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.plan(self.now_s)
+        took = [(part.sequence, part.num_tokens) for part in plan.slices]
+        self.scheduler.commit(plan, [Sample(1) for part in plan.slices if part.samples], self.now_s)
+        return took
+
+
+def test_prefill_packs_chunks_of_many_prompts_into_a_step():
+    p = Prefill(max_num_batched_tokens=10, chunk_size=6)
+    a, b, c = p.add(8, first=100), p.add(3, first=200), p.add(9, first=300)
+    assert p.step() == [(a, 6), (b, 3), (c, 1)]
+    assert p.step() == [(a, 2), (c, 6)]
+    assert p.step() == [(c, 2)]
+    assert [s.state for s in (a, b, c)] == [State.LEASED] * 3
+
+
+def test_prefill_takes_the_urgent_first_and_then_the_oldest():
+    p = Prefill(max_num_batched_tokens=4, chunk_size=4)
+    low, normal, waited, high = (
+        p.add(4, first=100, priority=Priority.LOW),
+        p.add(4, first=200),
+        p.add(4, first=300, waited_ms=60_000),
+        p.add(4, first=400, priority=Priority.HIGH),
+    )
+    assert [p.step()[0][0] for _ in range(4)] == [high, waited, normal, low]
+
+
+def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():
+    p = Prefill(num_blocks=4, max_num_batched_tokens=64)
+    a, b, c = p.add(8, first=100), p.add(12, first=200), p.add(4, first=300)
+    p.step()
+    assert (a.state, b.state, c.state) == (State.LEASED, State.QUEUED, State.QUEUED)
+    p.scheduler.end(a, State.FINISHED)
+    p.step()
+    assert b.block_table and c.block_table
+
+
+def test_prefill_seats_count_leases():
+    p = Prefill(max_num_seqs=1)
+    a, b = p.add(4, first=100), p.add(4, first=200)
+    p.step()
+    assert p.step() == [] and a.state is State.LEASED
+    p.scheduler.end(a, State.FINISHED)
+    assert p.step() == [(b, 4)]
+
+
+def test_prefill_reuses_a_cached_prefix_but_always_computes_one_token():
+    p = Prefill(max_num_batched_tokens=64)
+    a, b = p.add(8), p.add(8)
+    p.step()
+    assert b.num_cached == 0, "nothing was cached when it was admitted"
+    p.scheduler.end(a, State.FINISHED)
+    c = p.add(8)
+    assert p.step() == [(c, 4)] and c.num_cached == 4
+
+
+def test_a_cancel_between_plan_and_commit_keeps_the_blocks_until_the_commit():
+    p = Prefill()
+    a = p.add(8)
+    plan = p.scheduler.plan(0.0)
+    p.scheduler.end(a, State.CANCELLED)
+    assert p.holdings.pool.num_used == 2
+    assert p.scheduler.commit(plan, [Sample(1)], 0.0) == []
+    assert (p.holdings.pool.num_used, p.holdings.pool.num_cached) == (0, 0), "half-known content is not kept"
+
+
+class Decode:
+    def __init__(self, num_blocks=100, reserved=1000, **limits):
+        self.holdings = make_holdings(num_blocks)
+        merged = {"max_model_len": num_blocks * 4, "max_num_batched_tokens": 64, "chunk_size": 64, **limits}
+        self.scheduler = DecodeScheduler(self.holdings, make_limits(**merged), reserved)
+        self.now_s = 0.0
+
+    def add(self, length, source=None, first=1, **request) -> Sequence:
+        self.now_s += 1
+        sequence = make_sequence(
+            range(first, first + length), DECODE_MOVES, self.now_s, **{"max_tokens": 99, **request}
+        )
+        self.scheduler.add(sequence, source)
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.plan(self.now_s)
+        for sequence in self.scheduler.take_fetches():
+            sequence.num_pins += 1
+        took = [(part.sequence, part.num_tokens) for part in plan.slices]
+        self.scheduler.commit(plan, [Sample(1) for part in plan.slices if part.samples], self.now_s)
+        return took
+
+    def arrive(self, sequence: Sequence) -> None:
+        self.scheduler.fetched(sequence, Sample(1), self.now_s)
+        self.holdings.unpin(sequence)
+
+
+def test_decode_rows_come_before_prefill_chunks():
+    d = Decode(max_num_batched_tokens=6, chunk_size=6)
+    a = d.add(3, first=100)
+    d.step()
+    b = d.add(20, first=200)
+    assert d.step() == [(a, 1), (b, 5)]
+
+
+def test_decode_prefers_blocks_for_the_old_and_evicts_the_youngest_of_the_lowest_class():
+    d = Decode(num_blocks=6)
+    a, b, c = d.add(7, first=100), d.add(7, first=200), d.add(7, first=300, priority=Priority.HIGH)
+    d.step()
+    assert [s.state for s in (a, b, c)] == [State.DECODING] * 3
+    # Each grows out of its second block now; there is none left.
+    d.step()
+    d.step()
+    assert b.state is State.EVICTED and "block" in b.detail
+    assert a.state is c.state is State.DECODING
+
+
+def test_the_oldest_is_not_evicted_though_its_class_is_the_lowest():
+    d = Decode(num_blocks=4)
+    old = d.add(7, first=100, priority=Priority.LOW)
+    young = d.add(7, first=200, priority=Priority.HIGH)
+    for _ in range(4):
+        d.step()
+    assert young.state is State.EVICTED and old.state is State.DECODING
+
+
+def test_empty_reservations_go_before_those_that_hold_something():
+    d = Decode(num_blocks=7)
+    old = d.add(7, first=100)
+    d.step()
+    fetching, empty = d.add(7, "p", first=200), d.add(6, "p", first=300, waited_ms=500)
+    d.step()
+    assert (fetching.state, empty.state) == (State.FETCHING, State.FETCHING)
+    d.scheduler.received(fetching)
+    for _ in range(5):
+        d.step()
+        for sequence in (fetching, empty):
+            if sequence.is_over and sequence.num_pins:
+                d.holdings.unpin(sequence)
+    assert (old.state, fetching.state, empty.state) == (State.DECODING, State.FETCHING, State.EVICTED)
+
+
+def test_growth_waits_for_blocks_that_a_stopped_transfer_gives_back():
+    d = Decode(num_blocks=4)
+    old = d.add(7, first=100)
+    d.step()
+    fetching = d.add(7, "p", first=200)
+    other = None
+    d.step()
+    assert fetching.state is State.QUEUED or fetching.state is State.FETCHING
+    for _ in range(3):
+        other = d.step()
+    if fetching.is_over:
+        assert fetching.block_table, "freed under a transfer"
+        assert other == [], "nothing can run until the transfer has stopped"
+        d.holdings.unpin(fetching)
+        assert d.step() == [(old, 1)]
+
+
+def test_empty_reservations_are_bounded_for_each_source():
+    d = Decode(reserved=10, max_num_seqs=9)
+    first, second, third = d.add(6, "p", first=100), d.add(6, "p", first=200), d.add(4, "p", first=300)
+    other = d.add(6, "q", first=400)
+    d.step()
+    assert [s.state for s in (first, second, third, other)] == [
+        State.FETCHING,
+        State.QUEUED,
+        State.FETCHING,
+        State.FETCHING,
+    ]
+    d.scheduler.received(first)
+    d.step()
+    assert second.state is State.FETCHING
+
+
+def test_one_reservation_of_any_size_is_let_in():
+    d = Decode(reserved=1)
+    big = d.add(50, "p")
+    d.step()
+    assert big.state is State.FETCHING
+
+
+def test_admission_leaves_a_block_for_each_that_runs():
+    d = Decode(num_blocks=5)
+    a = d.add(3, first=100)
+    d.step()
+    b = d.add(15, first=200)
+    d.step()
+    assert b.state is State.QUEUED, "4 blocks are free, 4 are needed, 1 is kept"
+    d.scheduler.end(a, State.CANCELLED)
+    d.step()
+    assert b.block_table
+
+
+def test_seats():
+    d = Decode(max_num_seqs=2)
+    a, b, c = d.add(3, first=100), d.add(3, "p", first=200), d.add(3, first=300)
+    d.step()
+    assert (a.state, b.state, c.state) == (State.DECODING, State.FETCHING, State.QUEUED)
+    d.arrive(b)
+    d.step()
+    assert c.state is State.QUEUED
+    d.scheduler.end(a, State.CANCELLED)
+    d.step()
+    assert c.state is State.DECODING
+
+
+@pytest.mark.parametrize("token, state", [(9, State.FINISHED), (1, State.DECODING)])
+def test_a_first_token_that_ends_takes_no_seat(token, state):
+    d = Decode()
+    a = d.add(3, "p")
+    d.step()
+    new = d.scheduler.fetched(a, Sample(token), 1.0)
+    assert (new.position, a.state) == (3, state)
+    assert d.holdings.pool.num_used == 1, "the transfer still holds it"
+    d.holdings.unpin(a)
+    assert d.holdings.pool.num_used == (0 if state is State.FINISHED else 1)
+
+
+def test_a_whole_cached_input_needs_no_bytes_but_its_owner():
+    d = Decode()
+    a = d.add(8, "p")
+    d.step()
+    d.arrive(a)
+    d.scheduler.end(a, State.CANCELLED)
+    again, alone = d.add(8, "p"), d.add(8)
+    plan = d.scheduler.plan(9.0)
+    assert (again.num_cached, alone.num_cached) == (8, 4)
+    assert [(part.sequence, part.num_tokens) for part in plan.slices] == [(alone, 4)]
+    d.scheduler.commit(plan, [Sample(1)], 9.0)
+
+
+def test_output_that_is_complete_ends_on_arrival():
+    d = Decode()
+    done, full = d.add(3, outputs=(1, 9)), d.add(3, "p", outputs=(1, 1), max_tokens=2)
+    assert (done.state, full.state) == (State.FINISHED, State.FINISHED)
+    assert d.scheduler.live() == [] and d.step() == []
