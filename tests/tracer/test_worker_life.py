@@ -9,7 +9,21 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import EVICTED, FINISHED, LIMIT_S, PROMPT, Client, Router, attempt, cell, code_of, config, expected, gated
+from harness import (
+    EVICTED,
+    FINISHED,
+    LIMIT_S,
+    PROMPT,
+    Client,
+    Router,
+    Stream,
+    attempt,
+    cell,
+    code_of,
+    config,
+    expected,
+    gated,
+)
 
 from decode_svc.service import DecodeService
 from engine.worker import RunningWorker, Worker
