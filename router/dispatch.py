@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -115,20 +116,19 @@ class Dispatcher:
         """Waits for workers, but at a request's first attempt: then nobody has promised it anything yet."""
         deadline_s = time.monotonic() + (0 if is_first else self._worker_wait_s)
         while True:
-            changed = asyncio.ensure_future(self._fleet.wait_for_change())
-            try:
-                # One worker that failed is better than none: what it lacked it may have now.
-                everyone = self._fleet.usable(decodes=True)
-                decodes = [worker for worker in everyone if worker not in avoided] or everyone
-                if decodes:
-                    decode = self._pick_decode(decodes, session)
-                    return decode, self._pick_prefill(decode, answer.next_position, avoided)
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise Unavailable("no decode worker is ready", retry_after_s=1.0)
-                await asyncio.wait([changed], timeout=remaining_s)
-            finally:
-                changed.cancel()
+            changed = self._fleet.change
+            # One worker that failed is better than none: what it lacked it may have now.
+            everyone = self._fleet.usable(decodes=True)
+            decodes = [worker for worker in everyone if worker not in avoided] or everyone
+            if decodes:
+                decode = self._pick_decode(decodes, session)
+                return decode, self._pick_prefill(decode, answer.next_position, avoided)
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise Unavailable("no decode worker is ready", retry_after_s=1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(remaining_s):
+                    await changed.wait()
 
     def _pick_decode(self, candidates: list[Incarnation], session: SessionRecord | None) -> Incarnation:
         if session is not None:

@@ -23,6 +23,7 @@ DISCOVERY_INTERVAL_S = 1.0
 FORGET_S = 30.0
 PREFILL_GRACE_S = 10.0
 PROBE_TIMEOUT_S = 30.0
+_Pair = tuple[Incarnation, Incarnation | None]
 Probe = Callable[[Incarnation, Incarnation | None], Awaitable[None]]
 
 
@@ -50,6 +51,7 @@ class Fleet:
         self._on_change = on_change
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._refused: set[str] = set()
+        self._tried_s: dict[_Pair, float] = {}
         self._changed = asyncio.Event()
         self._started_s = time.monotonic()
 
@@ -80,9 +82,10 @@ class Fleet:
         """Whether requests can be served."""
         return bool(self.usable(decodes=True))
 
-    async def wait_for_change(self) -> None:
-        """Returns when a worker has come, gone or reported."""
-        await self._changed.wait()
+    @property
+    def change(self) -> asyncio.Event:
+        """Set when a worker comes, goes or reports after now."""
+        return self._changed
 
     def _note_change(self) -> None:
         self._changed.set()
@@ -93,9 +96,11 @@ class Fleet:
         while True:
             wanted = set(self._static)
             if self._store is not None:
-                # Without the store the workers that are known stay.
-                with contextlib.suppress(StoreUnavailable):
+                try:
                     wanted |= {record.address for record in await self._store.list_workers()}
+                except StoreUnavailable:
+                    # Nobody else can say where a worker that is silent now will be heard again.
+                    wanted |= self._links.keys()
             for address in wanted - self._links.keys():
                 link = WorkerLink(address, self._router_id, self._silence_s, self._accepts, self._note_change)
                 self._links[address] = (link, asyncio.create_task(link.run()))
@@ -110,6 +115,7 @@ class Fleet:
             task.cancel()
             await asyncio.wait([task])
             del self._links[address]
+            self._note_change()
 
     def _accepts(self, description: worker_pb2.DescribeResponse) -> bool:
         accepted = description.model.fingerprint.split("-")[0] == self._fingerprint
@@ -127,7 +133,7 @@ class Fleet:
     # Proving
 
     async def _prove_new(self) -> None:
-        """Probes one pair after another; a pair that fails is tried again while both live."""
+        """Probes one pair after another; after a failure other pairs have their turn first."""
         while True:
             changed = self._changed
             pair = self._unproved_pair()
@@ -137,6 +143,7 @@ class Fleet:
                         await changed.wait()
                 continue
             decode, prefill = pair
+            self._tried_s[pair] = time.monotonic()
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     await self._probe(decode, prefill)
@@ -151,22 +158,25 @@ class Fleet:
                 prefill.is_proved = True
             self._note_change()
 
-    def _unproved_pair(self) -> tuple[Incarnation, Incarnation | None] | None:
+    def _unproved_pair(self) -> _Pair | None:
+        """The pair to probe next: the one that was tried longest ago, so that a sick worker holds up no other."""
         serving = [worker for worker in self.incarnations() if worker.is_serving]
         prefills = [worker for worker in serving if not worker.decodes]
         decodes = [worker for worker in serving if worker.role == inference_pb2.WORKER_ROLE_DECODE]
+        pairs: list[_Pair] = []
         for worker in serving:
             if worker.is_proved:
                 continue
-            if worker.role == inference_pb2.WORKER_ROLE_MIXED:
-                return worker, None
-            others = [other for other in (prefills if worker.decodes else decodes) if other.fits(worker)]
-            if others:
-                return (worker, others[0]) if worker.decodes else (others[0], worker)
+            if not worker.decodes:
+                pairs += [(decode, worker) for decode in decodes if decode.fits(worker)]
+            elif worker.role == inference_pb2.WORKER_ROLE_DECODE:
+                pairs += [(worker, prefill) for prefill in prefills if prefill.fits(worker)]
             # A decode worker can serve alone, but at a start its prefill workers get the time to appear.
-            if worker.decodes and time.monotonic() - self._started_s > PREFILL_GRACE_S:
-                return worker, None
-        return None
+            is_late = time.monotonic() - self._started_s > PREFILL_GRACE_S
+            if worker.decodes and (is_late or worker.role == inference_pb2.WORKER_ROLE_MIXED):
+                pairs.append((worker, None))
+        self._tried_s = {pair: self._tried_s[pair] for pair in pairs if pair in self._tried_s}
+        return min(pairs, key=lambda pair: self._tried_s.get(pair, 0.0), default=None)
 
 
 def _pair_name(decode: Incarnation, prefill: Incarnation | None) -> str:

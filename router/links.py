@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -48,6 +48,8 @@ class Incarnation:
         """When that was."""
         self.is_proved = False
         """Whether a probe has crossed it; requests go to proved workers only."""
+        self.attached = asyncio.Event()
+        """Set when its tokens have a way here, or it gives none."""
         self.lost = asyncio.Event()
         """Set once, when nothing more is to be expected from this life."""
         self.num_assigned = 0
@@ -127,21 +129,20 @@ class WorkerLink:
         """Connects again and again until cancelled."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            channel = create_channel(self.address)
+            channel, previous, text = create_channel(self.address), self.current, "it ended its streams"
             try:
                 await self._live(channel)
-                backoff_s = MIN_BACKOFF_S
             except (grpc.aio.AioRpcError, TimeoutError) as error:
-                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
-                if self.current is not None and not self.current.lost.is_set():
-                    LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
-                    backoff_s = MIN_BACKOFF_S
+                text = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
             finally:
                 if self.current is not None:
                     self.current.state = inference_pb2.WORKER_STATE_LOST
                     self.current.lost.set()
                     self._on_change()
                 await channel.close()
+            if self.current is not None and self.current is not previous:
+                LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
+                backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
@@ -152,24 +153,21 @@ class WorkerLink:
         if not self._accepts(description):
             return
         incarnation = Incarnation(self.address, channel, description)
-        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._watch(worker, incarnation))]
+        tasks = [asyncio.create_task(self._watch(worker, incarnation))]
+        attached = asyncio.create_task(incarnation.attached.wait())
         if incarnation.decodes:
-            attached = asyncio.Event()
-            tasks.append(asyncio.ensure_future(self._attach(incarnation, attached)))
-            tasks.append(asyncio.ensure_future(attached.wait()))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=DESCRIBE_TIMEOUT_S)
-            if not attached.is_set():
-                await _end(tasks)
-                return
-            await tasks.pop()
-        self.current = incarnation
+            tasks.append(asyncio.create_task(self._attach(incarnation)))
+        else:
+            incarnation.attached.set()
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([attached, *tasks], return_when=asyncio.FIRST_COMPLETED, timeout=DESCRIBE_TIMEOUT_S)
+            if incarnation.attached.is_set():
+                self.current = incarnation
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
+            failures = await _end([attached, *tasks])
+        if failures:
+            raise failures[0]
 
     async def _watch(self, worker: worker_pb2_grpc.WorkerStub, incarnation: Incarnation) -> None:
         """Reads reports until the stream ends or is silent."""
@@ -185,7 +183,7 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    async def _attach(self, incarnation: Incarnation, attached: asyncio.Event) -> None:
+    async def _attach(self, incarnation: Incarnation) -> None:
         """Reads tokens until the stream ends."""
         call = incarnation.decode.Attach(worker_pb2.AttachRequest(router_id=self._router_id))
         try:
@@ -193,13 +191,16 @@ class WorkerLink:
                 message = await call.read()
                 if message is grpc.aio.EOF:
                     return
-                attached.set()
+                incarnation.attached.set()
                 incarnation.deliver(message)
         finally:
             call.cancel()
 
 
-async def _end(tasks: list[asyncio.Future[Any]]) -> None:
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
+    """Cancels those that still run; answers what the others failed with."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+    errors = [task.exception() for task in tasks if not task.cancelled()]
+    return [error for error in errors if error is not None]

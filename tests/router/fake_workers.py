@@ -13,13 +13,17 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from opentelemetry.trace import INVALID_SPAN
 from wire import Wire, wire_to
 
+import router.fleet
+from kvstore.metadata.base import MetadataStore
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from router.answer import Answer
 from router.attempts import Attempt
+from router.fleet import Fleet, Probe
 from router.links import Incarnation, WorkerLink
 from router.model import open_text_model
 from router.validation import PreparedRequest
@@ -261,3 +265,59 @@ def answer_of(num_tokens: int = 6, stops: Sequence[str] = (), **fields: Any) -> 
 def attempt_of(answer: Answer, decode: Incarnation, prefill: Incarnation | None) -> Attempt:
     """One try."""
     return Attempt(answer, decode, prefill, 0, INVALID_SPAN, router_id=ROUTER_ID)
+
+
+async def crosses(decode: Incarnation, prefill: Incarnation | None) -> None:
+    """A probe that always crosses."""
+
+
+class Seen:
+    """A fleet over fake workers, and the wires to them in the order of the workers."""
+
+    def __init__(self, wires: list[Wire]) -> None:
+        self.wires = wires
+        self.num_changes = 0
+        self.fleet: Fleet
+
+    async def until(self, condition: Callable[[Fleet], bool]) -> None:
+        """Waits until the fleet looks so."""
+        async with asyncio.timeout(LIMIT_S):
+            while not condition(self.fleet):
+                await self.fleet.change.wait()
+
+    def named(self, worker_id: str) -> Incarnation:
+        """The worker of that name."""
+        (found,) = [worker for worker in self.fleet.incarnations() if worker.worker_id == worker_id]
+        return found
+
+    def usable_ids(self) -> set[str]:
+        """Names of all workers that get requests."""
+        return {worker.worker_id for decodes in (True, False) for worker in self.fleet.usable(decodes=decodes)}
+
+
+@contextlib.asynccontextmanager
+async def fleet_over(
+    *workers: FakeWorker,
+    probe: Probe = crosses,
+    silence_s: float = 2.0,
+    store: MetadataStore | None = None,
+    static: bool = True,
+    grace_s: float = 0.0,
+) -> AsyncIterator[Seen]:
+    """A running fleet that is told of all `workers`, or of none unless `static`. A decode worker is proved alone once
+    `grace_s` have passed."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(mock.patch.object(router.fleet, "PREFILL_GRACE_S", grace_s))
+        seen = Seen([await stack.enter_async_context(started(worker)) for worker in workers])
+
+        def count() -> None:
+            seen.num_changes += 1
+
+        addresses = [wire.address for wire in seen.wires] if static else []
+        seen.fleet = Fleet(ROUTER_ID, "tracer", addresses, store, silence_s, probe, count)
+        running = asyncio.create_task(seen.fleet.run())
+        try:
+            yield seen
+        finally:
+            running.cancel()
+            await asyncio.wait([running])

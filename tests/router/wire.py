@@ -19,7 +19,8 @@ class Wire:
     def __init__(self, target: str) -> None:
         self.target = target
         self.address = ""
-        self.num_accepted = 0
+        self.accepted = asyncio.Semaphore(0)
+        """Released at each connection."""
         self._server: asyncio.Server
         self._flows = asyncio.Event()
         self._flows.set()
@@ -31,7 +32,7 @@ class Wire:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_accepted += 1
+        self.accepted.release()
         host, _, port = self.target.rpartition(":")
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
