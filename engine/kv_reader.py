@@ -204,6 +204,8 @@ class KVReader:
         key = (source.address, source.epoch)
         for other in [k for k in self._peers if k[0] == source.address and k[1] != source.epoch]:
             await self._retire(other)
+        if key not in self._peers:
+            await self._retire_dead()
         task = self._peers.get(key)
         if task is None:
             task = self._peers[key] = asyncio.ensure_future(self._connect(source))
@@ -233,6 +235,14 @@ class KVReader:
             raise
         LOG.info("KV from %s comes by %s", source.worker_id, transport.name)
         return _Peer(channel, worker_pb2_grpc.KVTransferStub(channel), reader, transport.name)
+
+    async def _retire_dead(self) -> None:
+        """Lets go of owners that have hung up: a mapped pool keeps the memory of a process that is long gone."""
+        for key, task in list(self._peers.items()):
+            if task.done() and not task.cancelled() and task.exception() is None:
+                state = task.result().channel.get_state(try_to_connect=False)
+                if state is not grpc.ChannelConnectivity.READY:
+                    await self._retire(key)
 
     async def _retire(self, key: tuple[str, int]) -> None:
         """No new fetch uses this connection; its last user closes it. One that is still being made is left alone:

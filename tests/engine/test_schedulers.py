@@ -41,6 +41,16 @@ def test_prefill_packs_chunks_of_many_prompts_into_a_step():
     assert [s.state for s in (a, b, c)] == [State.LEASED] * 3
 
 
+def test_prefill_wants_blocks_for_what_has_credit_and_none():
+    p = Prefill(max_num_batched_tokens=8)
+    p.add(9, credit=False, first=100)
+    assert p.scheduler.num_wanted_blocks() == 0
+    p.add(9, first=200)
+    assert p.scheduler.num_wanted_blocks() == 3
+    p.step()
+    assert p.scheduler.num_wanted_blocks() == 0
+
+
 def test_prefill_takes_the_urgent_first_and_then_the_oldest():
     p = Prefill(max_num_batched_tokens=4, chunk_size=4)
     low, normal, waited, high = (
@@ -146,6 +156,17 @@ def test_the_oldest_is_not_evicted_though_its_class_is_the_lowest():
     for _ in range(4):
         d.step()
     assert young.state is State.EVICTED and old.state is State.DECODING
+
+
+def test_one_that_was_ready_and_is_then_evicted_for_the_oldest_is_not_run():
+    d = Decode(num_blocks=4)
+    old = d.add(7, first=100, priority=Priority.LOW)
+    young = d.add(5, first=200, priority=Priority.HIGH)
+    d.step()
+    d.step()
+    # The young one comes first and has room; the old one then needs its blocks.
+    assert d.step() == [(old, 1)]
+    assert (old.state, young.state) == (State.DECODING, State.EVICTED)
 
 
 def test_empty_reservations_go_before_those_that_hold_something():

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,6 +230,8 @@ class Cell:
     p: Client
     d: Client
     router: Router
+    stop_prefill: Callable[[], Awaitable[None]]
+    """Ends the prefill worker before the others."""
 
     @property
     def workers(self) -> list[RunningWorker]:
@@ -254,9 +256,10 @@ async def cell(
     """Starts the workers: `both` configures all, `prefill` and `decode` one each."""
     async with contextlib.AsyncExitStack() as stack:
         status, first = StatusReporter(None), None
+        first_stack = await stack.enter_async_context(contextlib.AsyncExitStack())
         if not mixed:
             worker = Worker(config(**{**both, **(prefill or {})}), "prefill", "prefill", status, PrefillService)
-            first = await stack.enter_async_context(worker.serving())
+            first = await first_stack.enter_async_context(worker.serving())
         role = "mixed" if mixed else "decode"
         worker = Worker(config(**{**both, **(decode or {})}), role, role, status, DecodeService)
         second = await stack.enter_async_context(worker.serving())
@@ -265,7 +268,7 @@ async def cell(
         router = Router(None if mixed else p, d, "router-1")
         await router.attach()
         try:
-            yield Cell(first, second, p, d, router)
+            yield Cell(first, second, p, d, router, first_stack.aclose)
         finally:
             await router.detach()
             for client in {p, d}:

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from harness import FINISHED, KV_LOST, LIMIT_S, PROMPT, Cell, attempt, cell, code_of, expected, gated
+from harness import (
+    FINISHED,
+    KV_LOST,
+    LIMIT_S,
+    PROMPT,
+    Cell,
+    Client,
+    Router,
+    attempt,
+    cell,
+    code_of,
+    config,
+    expected,
+    gated,
+)
 
 from engine import tracer
+from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
 from kvstore.transport.base import Frame, add_to_checksum
+from prefill_svc.service import PrefillService
 from protos import worker_pb2, worker_pb2_grpc
-from runtime.rpc import Server, create_channel
+from runtime.rpc import Server
+from runtime.status import StatusReporter
 
 LONG = (PROMPT * 3)[:250]
 Code = grpc.StatusCode
@@ -376,14 +395,32 @@ async def test_an_owner_of_another_epoch_or_without_the_attempt():
         await c.balanced()
 
 
-async def test_an_owner_that_starts_again_at_the_same_address_is_found():
-    """peers.md #32."""
-    async with cell() as c, create_channel(c.prefill.address):
+def read_only_mappings(path: str) -> int:
+    """How often this process maps a file as a reader does; owners map theirs for writing."""
+    return sum(path in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+async def test_an_owner_that_starts_again_is_found_and_its_old_memory_let_go():
+    """peers.md #32; a mapping that stays would keep the dead process's pool in memory."""
+    async with cell() as c:
         assert (await c.router.generate(attempt())).record.outcome == FINISHED
-        stale = c.router.source(epoch=c.p.epoch - 1)
-        assert (await c.router.decode(attempt(), stale)).outcome == KV_LOST
-        assert (await c.router.generate(attempt())).tokens == expected(PROMPT, 8)
-        await c.balanced()
+        old_file = str(c.prefill.parts.memory.shared_path)
+        port = c.prefill.address.rpartition(":")[2]
+        for same_port in (True, False):
+            settings = config(port=int(port) if same_port else 0)
+            worker = Worker(settings, "prefill", "new", StatusReporter(None), PrefillService)
+            await c.stop_prefill()
+            async with worker.serving() as again:
+                client = Client(again)
+                router = Router(client, c.d, f"router-{same_port}")
+                await router.attach()
+                assert (await router.generate(attempt(LONG))).tokens == expected(LONG, 8)
+                gc.collect()
+                assert await asyncio.to_thread(read_only_mappings, str(again.parts.memory.shared_path)) == 1
+                assert await asyncio.to_thread(read_only_mappings, old_file) == 0
+                await router.detach()
+                await client.channel.close()
+                old_file = str(again.parts.memory.shared_path)
 
 
 async def test_layouts_that_differ_are_refused():
