@@ -14,8 +14,6 @@ from router.text_stream import TextDelta, TextStream
 from router.tokenizer import Tokenizer
 from router.validation import PreparedRequest
 
-STALLED_TOKENS = 256
-
 
 class TokensMissing(Exception):
     """A token came before its predecessor: messages were lost on the way, and the attempt must end."""
@@ -52,7 +50,6 @@ class Answer:
         self._pending_text = ""
         self._pending_tokens: list[inference_pb2.GeneratedToken] = []
         self._num_taken = 0
-        self._taken_s = arrived_s
 
     @property
     def next_position(self) -> int:
@@ -114,12 +111,7 @@ class Answer:
         )
         self._pending_text = ""
         self._num_taken += num_tokens
-        self._taken_s = time.monotonic()
         return response
-
-    def is_stalled(self, limit_s: float) -> bool:
-        """Whether much waits for a client that has taken nothing for `limit_s`."""
-        return len(self._pending_tokens) > STALLED_TOKENS and time.monotonic() - self._taken_s > limit_s
 
     @property
     def inter_token_latency_ms(self) -> float:

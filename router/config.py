@@ -46,7 +46,7 @@ class RouterConfig:
     max_num_requests: int = field(default=1024, metadata=_in("Requests", min=1))
     """Most requests in flight; beyond it RESOURCE_EXHAUSTED."""
     client_stall_s: float = field(default=60.0, metadata=_in("Requests", min=0.1))
-    """A client that has taken nothing for so long, with more than 256 tokens waiting for it, is cut off."""
+    """A client that has taken nothing for so long, with its window full, is cut off."""
     session_ttl_s: float = field(default=3600.0, metadata=_in("Requests", min=1))
     """How long a session is remembered after its last turn."""
 

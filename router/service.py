@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -51,63 +51,61 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._telemetry = telemetry
         self._max_num_requests = max_num_requests
         self._client_stall_s = client_stall_s
-        self._running: set[str] = set()
+        self.num_requests = 0
+        """Requests in flight, those being validated included."""
+        self._request_ids: set[str] = set()
         self.is_draining = False
         """Whether new requests are refused."""
         self.idle = asyncio.Event()
         """Set while no request is in flight."""
         self.idle.set()
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context[object, object]
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> None:
         """One request."""
         arrived_s = time.monotonic()
-        self._check_admission()
-        # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
-        prepared = await asyncio.to_thread(
-            validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
-        )
-        with self._admitted(prepared.request_id):
-            answer = Answer(prepared, self._model.tokenizer, arrived_s)
-            span = self._start_span(prepared, context)
-            serving = asyncio.create_task(self._serve(answer, prepared, span))
-            try:
-                async for response in self._stream(answer, serving):
-                    yield response
-            finally:
-                if not serving.done():
-                    serving.cancel()
-                await asyncio.wait([serving])
-                _close_span(span, serving)
+        with self._admitted():
+            # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
+            prepared = await asyncio.to_thread(
+                validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
+            )
+            with self._named(prepared.request_id):
+                answer = Answer(prepared, self._model.tokenizer, arrived_s)
+                span = self._start_span(prepared, context)
+                serving = asyncio.create_task(self._serve(answer, prepared, span))
+                try:
+                    await self._stream(answer, serving, context)
+                finally:
+                    if not serving.done():
+                        serving.cancel()
+                    await asyncio.wait([serving])
+                    _close_span(span, serving)
 
     async def _stream(
-        self, answer: Answer, serving: asyncio.Task[inference_pb2.Finish]
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised."""
+        self, answer: Answer, serving: asyncio.Task[inference_pb2.Finish], context: Context[object, object]
+    ) -> None:
+        """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised."""
         serving.add_done_callback(lambda _: answer.changed.set())
         while not serving.done():
             await answer.changed.wait()
             answer.changed.clear()
             if answer.can_take and not serving.done():
-                yield answer.take()
+                await self._write(answer.take(), context)
         finish = serving.result()
         last = answer.take()
         last.finish.CopyFrom(finish)
-        yield last
+        await self._write(last, context)
+
+    async def _write(self, response: inference_pb2.GenerateResponse, context: Context[object, object]) -> None:
+        """Returns when the connection has room for more: what a slow client has not read is bounded by its window."""
+        try:
+            async with asyncio.timeout(self._client_stall_s):
+                await context.write(response)
+        except TimeoutError:
+            raise Aborted(f"the client has taken nothing for {self._client_stall_s:g} s") from None
 
     async def _serve(self, answer: Answer, prepared: PreparedRequest, span: Span) -> inference_pb2.Finish:
         session = await self._sessions.read(TENANT, prepared.session_id)
-        dispatching = asyncio.ensure_future(self._dispatcher.serve(answer, session, span))
-        try:
-            while not dispatching.done():
-                await asyncio.wait([dispatching], timeout=self._client_stall_s)
-                if not dispatching.done() and answer.is_stalled(self._client_stall_s):
-                    raise Aborted(f"the client has taken nothing for {self._client_stall_s:g} s")
-            finish, holder = dispatching.result()
-        finally:
-            dispatching.cancel()
-            await asyncio.wait([dispatching])
+        finish, holder = await self._dispatcher.serve(answer, session, span)
         token_ids = [*prepared.prompt_token_ids, *answer.token_ids]
         await self._sessions.write(TENANT, prepared.session_id, session, token_ids, holder)
         return finish
@@ -117,31 +115,41 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise Unavailable("this router is draining", retry_after_s=OVERLOAD_RETRY_S)
         if not self._fleet.is_ready:
             raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
-        if len(self._running) >= self._max_num_requests:
+        if self.num_requests >= self._max_num_requests:
             raise Overloaded(
-                f"{len(self._running)} requests are in flight, the limit is {self._max_num_requests}",
+                f"{self.num_requests} requests are in flight, the limit is {self._max_num_requests}",
                 retry_after_s=OVERLOAD_RETRY_S,
                 limit=self._max_num_requests,
             )
 
     @contextlib.contextmanager
-    def _admitted(self, request_id: str):  # type: ignore[no-untyped-def]
-        if request_id in self._running:
-            raise AlreadyExists(f"request_id: {request_id!r} is in flight already", request_id=request_id)
-        self._running.add(request_id)
+    def _admitted(self) -> Iterator[None]:
+        """Counts a request from its arrival: its validation takes time and memory too."""
+        self._check_admission()
+        self.num_requests += 1
         self.idle.clear()
         try:
             yield
         finally:
-            self._running.discard(request_id)
-            if not self._running:
+            self.num_requests -= 1
+            if not self.num_requests:
                 self.idle.set()
 
+    @contextlib.contextmanager
+    def _named(self, request_id: str) -> Iterator[None]:
+        if request_id in self._request_ids:
+            raise AlreadyExists(f"request_id: {request_id!r} is in flight already", request_id=request_id)
+        self._request_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._request_ids.discard(request_id)
+
     def _facts(self) -> ModelFacts:
-        workers = self._fleet.usable(decodes=True) + self._fleet.usable(decodes=False)
-        described = [worker.description.model for worker in workers]
-        if not described:
+        decodes = self._fleet.usable(decodes=True)
+        if not decodes:
             raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
+        described = [worker.description.model for worker in decodes + self._fleet.usable(decodes=False)]
         return ModelFacts(
             name=self._model.name,
             max_model_len=min(model.max_model_len for model in described),

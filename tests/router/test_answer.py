@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from fake_workers import PROMPT, answer_of
 
 from protos import inference_pb2, worker_pb2
-from router import answer as answer_module
 from router.answer import Answer, TokensMissing
 
 
@@ -176,15 +173,3 @@ def test_times_of_tokens() -> None:
     assert answer.first_token_s == answer.last_token_s
     give(answer, "b", first=1)
     assert answer.inter_token_latency_ms == pytest.approx(1000 * (answer.last_token_s - answer.first_token_s))
-
-
-def test_a_client_is_stalled_when_much_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_module, "STALLED_TOKENS", 3)
-    answer = answer_of()
-    give(answer, "abcd")
-    now_s = time.monotonic()
-    assert not answer.is_stalled(60)
-    monkeypatch.setattr(answer_module.time, "monotonic", lambda: now_s + 61)
-    assert answer.is_stalled(60)
-    answer.take()
-    assert not answer.is_stalled(60)
