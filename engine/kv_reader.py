@@ -91,9 +91,14 @@ class KVReader:
         self._layout = layout
         self._transport_names = transport_names
         self._peers: dict[tuple[str, int], asyncio.Task[_Peer]] = {}
+        self._farewells: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Lets go of all owners."""
+        for farewell in self._farewells:
+            farewell.cancel()
+        if self._farewells:
+            await asyncio.wait(self._farewells)
         for task in self._peers.values():
             if not task.done():
                 task.cancel()
@@ -127,6 +132,13 @@ class KVReader:
                 await self._retire((source.address, source.epoch))
             await self._give_up(peer, source, attempt_id)
             raise KVLost(f"{source.worker_id}: {_text(error)}") from error
+        except asyncio.CancelledError:
+            # An owner that has sent everything would keep it until the lease expires.
+            peer.num_users += 1
+            farewell = asyncio.create_task(self._say_farewell(peer, source, attempt_id))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
+            raise
         finally:
             peer.num_users -= 1
             await peer.close_if_unused()
@@ -198,6 +210,14 @@ class KVReader:
             )
         except grpc.aio.AioRpcError as error:
             LOG.debug("release of %s at %s: %s", attempt_id.hex(), source.worker_id, error.details())
+
+    async def _say_farewell(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Gives up for a fetch that was cancelled; the peer is counted as used until then."""
+        try:
+            await self._give_up(peer, source, attempt_id)
+        finally:
+            peer.num_users -= 1
+            await peer.close_if_unused()
 
     async def _peer(self, source: Source) -> _Peer:
         """The connection to an incarnation; attempts that come at once share one task."""

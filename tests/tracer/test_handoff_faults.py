@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from harness import (
     Cell,
     Client,
     Router,
+    Stream,
     attempt,
     cell,
     code_of,
@@ -31,6 +33,7 @@ from harness import (
 from engine import tracer
 from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
+from kvstore.transport import shm as shm_transport
 from kvstore.transport.base import Frame, add_to_checksum
 from prefill_svc.service import PrefillService
 from protos import worker_pb2, worker_pb2_grpc
@@ -470,3 +473,33 @@ async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
         assert record.outcome == KV_LOST and "nobody thought of this" in record.detail
         prefilling.cancel()
         await c.balanced()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_blocks_are_not_freed_under_a_copy_that_cannot_be_stopped(transport, monkeypatch):
+    """Cancelled while a thread writes: whoever got the blocks next would find foreign bytes in them."""
+    entered, proceed, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    reader_class = {"shm": shm_transport.Reader, "grpc": grpc_transport.Reader}[transport]
+    receive = reader_class.receive
+
+    def slow(*arguments: Any) -> int:
+        loop.call_soon_threadsafe(entered.set)
+        proceed.wait(LIMIT_S)
+        return receive(*arguments)
+
+    async with cell(kv_transports=(transport,)) as c:
+        monkeypatch.setattr(reader_class, "receive", slow)
+        request = attempt(LONG)
+        prefilling = await c.router.prefill(request)
+        decoding = c.router.decode(request, c.router.source())
+        await asyncio.wait_for(entered.wait(), LIMIT_S)
+        decoding.cancel()
+        reports = Stream(c.d.worker.Watch(worker_pb2.WatchRequest()))
+        while (load := (await reports.next()).load).num_running:
+            pass
+        reports.cancel()
+        assert load.pool.used == load.pool.accounted == c.decode.parts.holdings.num_blocks(len(LONG) + 1)
+        proceed.set()
+        assert not (await prefilling.rest())[-1].finished.intact, "the owner was left to its lease's end"
+        await c.balanced()
+        assert (await c.router.generate(attempt(LONG))).tokens == expected(LONG, 8)
