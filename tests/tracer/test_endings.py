@@ -10,7 +10,21 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import EVICTED, FINISHED, LIMIT_S, PROMPT, Cell, Gate, Router, attempt, cell, code_of, expected, gated
+from harness import (
+    EVICTED,
+    FINISHED,
+    LIMIT_S,
+    PROMPT,
+    Cell,
+    Gate,
+    Router,
+    attempt,
+    balanced,
+    cell,
+    code_of,
+    expected,
+    gated,
+)
 
 from engine.batch import Batch, Runner
 from engine.request import Sample
@@ -98,6 +112,16 @@ async def test_cancel_frees_everything_on_both_sides(phase, close, transport):
         await c.balanced()
         answer = await c.router.generate(attempt(LONG))
         assert answer.tokens == expected(LONG, 8), "what was left in the cache is wrong"
+
+
+async def test_cancel_at_decode_does_not_wait_for_the_owner():
+    async with cell(chunk_size=16, max_num_batched_tokens=32) as c:
+        async with stopped_at(c, "fetching") as (prefilling, decoding, _):
+            decoding.cancel()
+            await balanced(c.decode)
+            events = await prefilling.rest()
+            assert [event.WhichOneof("event") for event in events] == ["finished"]
+        await c.balanced()
 
 
 async def test_cancel_in_the_third_chunk_stops_before_the_fifth():
