@@ -23,9 +23,9 @@ from runtime.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ORACLE_PYTHON = ROOT / ".venv-oracle" / "bin" / "python"
-LENGTHS = [5, 11, 15, 16, 17, 32, 33, 50, 64, 90, 127, 128, 180, 256, 257, 330, 511, 513, 900, 1500]
+LENGTHS = [5, 6, 9, 12, 15, 16, 17, 24, 31, 33, 48, 64, 65, 90, 128, 150, 256, 400, 513, 1500]
 NUM_NEW_TOKENS = 64
-NUM_GENERATED = 3
+NUM_GENERATED = 2
 
 
 def test_answers_equal_those_of_transformers(system: Served, tmp_path: Path, measured: Callable[[str], None]) -> None:
@@ -69,11 +69,13 @@ def ask_oracle(folder: Path, job: dict[str, Any]) -> Any:
     finished = subprocess.run(
         [str(ORACLE_PYTHON), "-I", str(ROOT / "tests" / "model" / "oracle.py")],
         cwd=folder,
-        env={"HF_HUB_OFFLINE": "1", "HOME": str(folder), "PATH": os.environ["PATH"]},
+        # Threads that spin while they wait would halve its speed on a machine that does something else as well.
+        env={"HF_HUB_OFFLINE": "1", "HOME": str(folder), "PATH": os.environ["PATH"], "OMP_WAIT_POLICY": "passive"},
         input=f"{job_path}\n",
         capture_output=True,
         text=True,
         timeout=240,
+        check=False,
     )
     assert finished.stdout.strip() == "done", finished.stdout + finished.stderr[-4000:]
     return np.load(output)
