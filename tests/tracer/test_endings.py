@@ -116,7 +116,7 @@ async def test_cancel_frees_everything_on_both_sides(phase, close, transport):
 
 async def test_cancel_at_decode_does_not_wait_for_the_owner():
     async with cell(chunk_size=16, max_num_batched_tokens=32) as c:
-        async with stopped_at(c, "fetching") as (prefilling, decoding, _):
+        async with stopped_at(c, "prefilling") as (prefilling, decoding, _):
             decoding.cancel()
             await balanced(c.decode)
             events = await prefilling.rest()
