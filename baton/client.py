@@ -7,7 +7,7 @@ its end (break, close, cancellation) cancels the request, and its KV is freed. N
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -141,7 +141,7 @@ class AsyncClient:
         priority: Priority | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         """Streams an answer; arguments and errors are those of `Client.generate`.
 
         A loop that leaves early should close the stream (`contextlib.aclosing`), which cancels the request.
@@ -152,8 +152,7 @@ class AsyncClient:
 
     async def complete(self, prompt: str | None = None, **options: Any) -> Completion:
         """The whole answer at once; arguments and errors are those of `Client.generate`."""
-        stream: Any = self.generate(prompt, **options)
-        async with contextlib.aclosing(stream):
+        async with contextlib.aclosing(self.generate(prompt, **options)) as stream:
             return join([chunk async for chunk in stream])
 
     async def get_model(self, model: str = "") -> inference_pb2.GetModelResponse:
@@ -173,7 +172,7 @@ class AsyncClient:
         existed: bool = response.existed
         return existed
 
-    async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> AsyncIterator[Chunk]:
+    async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Chunk]:
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:

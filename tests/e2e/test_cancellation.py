@@ -59,7 +59,7 @@ class _Stream:
         num_messages = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S * (self.share if self.moment == "time" else 1)):
-                async with contextlib.aclosing(stream):  # type: ignore[type-var]  # typed as an iterator
+                async with contextlib.aclosing(stream):
                     async for chunk in stream:
                         num_messages += 1
                         self.num_tokens += len(chunk.tokens)

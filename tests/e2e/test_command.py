@@ -47,6 +47,20 @@ def test_workers_shows_a_line_for_each(system: Served) -> None:
     assert [row.split()[1:3] for row in rows] == [["prefill", "serving"], ["decode", "serving"]]
 
 
+def test_chat_remembers_the_turns_before(system: Served) -> None:
+    turns = "What is the capital of France?\n\nRepeat the name of that city.\n/quit\nNever read.\n"
+    done = baton("chat", "--address", system.address, "--temperature=0", "--max-tokens=24", text=turns)
+    first, second = done.stdout.strip().split("\n", 1)
+    assert done.returncode == 0 and done.stderr == "" and "Paris" in first and "Paris" in second, done
+
+
+def test_demo_shows_answer_workers_and_durations() -> None:
+    done = baton("demo", "--max-tokens=24")
+    assert done.returncode == 0 and "Paris" in done.stdout and done.stderr == "", done
+    assert re.search(r"prefilled by prefill-0-\w+, decoded by decode-0-\w+", done.stdout)
+    assert re.search(r"first token [\d.]+ ms, inter-token latency [\d.]+ ms, [1-9]\d* KV bytes handed off", done.stdout)
+
+
 def test_version_and_help() -> None:
     version = baton("version")
     assert version.returncode == 0 and re.fullmatch(r"baton \d+\.\d+\.\d+\S*\n", version.stdout)
