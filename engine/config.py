@@ -102,8 +102,9 @@ class WorkerConfig:
             return None
         numbers: set[int] = set()
         for part in self.cpus.split(","):
-            first, _, last = part.partition("-")
-            if not first.isdigit() or (last and not last.isdigit()):
+            first, dash, last = part.partition("-")
+            last = last if dash else first
+            if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
                 raise ConfigError(f"--cpus: a list such as 0,2-3 is needed, got {self.cpus!r}")
-            numbers.update(range(int(first), int(last or first) + 1))
+            numbers.update(range(int(first), int(last) + 1))
         return numbers
