@@ -19,6 +19,10 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def start(self) -> None:
         """Returns when the server takes connections."""
         argv = server_argv(find_binary(), self.port)
