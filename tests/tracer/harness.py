@@ -51,13 +51,8 @@ def attempt(prompt: Sequence[int] = PROMPT, outputs: Sequence[int] = (), **sampl
         prompt_token_ids=prompt,
         output_token_ids=outputs,
         sampling=inference_pb2.SamplingParams(**{**defaults, **sampling}),
-        fingerprint=tracer_fingerprint(),
+        fingerprint="tracer",
     )
-
-
-def tracer_fingerprint() -> str:
-    """The model's fingerprint as its workers state it."""
-    return "tracer"
 
 
 @dataclass
