@@ -125,7 +125,9 @@ def channel_options(keepalive_time_s: float = 5.0, keepalive_timeout_s: float = 
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name the time that one attempt to connect gets: a busy host may not greet for a while. One that
+        # refuses is tried again after the backoffs around it.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Addresses are of this deployment; a web proxy named in the environment cannot reach them.
         ("grpc.enable_http_proxy", 0),

@@ -257,6 +257,27 @@ async def test_keepalive_survives_a_silent_call() -> None:
         assert (await stub.GetModel(_model_request("silent"))).model == "silent"
 
 
+async def test_a_peer_that_is_slow_to_greet_is_reached() -> None:
+    """A busy host, or a far one: the first bytes from it take longer than a connection on loopback ever should."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def greet_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(1.0)
+        host, _, port = address.rpartition(":")
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(relay(reader, upstream_writer), relay(upstream_reader, writer))
+
+    async with serving(Service()) as (_, address), await asyncio.start_server(greet_late, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
+            answer = await inference_pb2_grpc.InferenceStub(channel).GetModel(_model_request("late"), timeout=20)
+        assert answer.model == "late"
+
+
 async def test_a_taken_port_is_an_error() -> None:
     async with serving(Service()) as (_, address):
         with pytest.raises(errors.Unavailable, match="cannot listen on 127"):
