@@ -1,8 +1,8 @@
 """Requests to the real model, ways to send them, and prompts to send.
 
 A request is (prompt token ids, sampling), so that the same one can be sent to any configuration. Prompts are pieces of
-one generated chronicle: natural enough that the model is sure of some tokens and unsure of others, and different enough
-that no two share a KV block.
+one generated chronicle: natural enough that the model is sure of some tokens and unsure of others, and with a first
+token of their own, so that no two share a KV block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from router.tokenizer import load_tokenizer
 from runtime.checkpoint import open_checkpoint
 
 ANSWER_LIMIT_S = 240.0
+FIRST_TOKEN_ID = 20_000
+SET_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,17 @@ def chronicle_tokens() -> tuple[int, ...]:
 
 
 def prompts(lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
-    """Pieces of the chronicle that long, from different places."""
-    tokens = chronicle_tokens()
+    """Pieces of the chronicle that long; the first token of each is its own, so that nothing cached for others fits.
+
+    `seed` also numbers the set: sets of different seeds have different first tokens.
+    """
+    assert len(lengths) <= SET_SIZE
+    tokens, first = chronicle_tokens(), FIRST_TOKEN_ID + SET_SIZE * seed
     starts = random.Random(seed).sample(range(len(tokens) - max(lengths)), len(lengths))
-    return [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return [
+        (first + index, *tokens[start : start + length - 1])
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
 
 
 def varied_lengths(count: int, longest: int, seed: int) -> list[int]:

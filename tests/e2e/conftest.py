@@ -61,9 +61,9 @@ def system(tmp_path_factory: pytest.TempPathFactory, measured: Callable[[str], N
 
 @pytest.fixture(scope="session")
 def greedy_requests() -> list[Asked]:
-    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 8 to 24 new ones."""
+    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 8 to 24 new ones, every fourth time 24."""
     found = prompts(varied_lengths(NUM_STREAMS, 300, seed=1), seed=2)
-    return [Asked(prompt, max_tokens=8 + index % 17) for index, prompt in enumerate(found)]
+    return [Asked(prompt, max_tokens=8 + index % 4 if index % 4 < 3 else 24) for index, prompt in enumerate(found)]
 
 
 @pytest.fixture(scope="session")
