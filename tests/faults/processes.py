@@ -27,10 +27,12 @@ class Process:
     """One process of the system."""
 
     def __init__(self, module: str, name: str, port: int, *flags: str) -> None:
+        """`module` is run with -m, or as a file if it is one."""
         self.name, self.port = name, port
         self.address = f"127.0.0.1:{port}"
         self.is_stopped = False
-        self._argv = [sys.executable, "-P", "-m", module, "--model=tracer", f"--port={port}", *flags]
+        program = [module] if module.endswith(".py") else ["-m", module]
+        self._argv = [sys.executable, "-P", *program, "--model=tracer", f"--port={port}", *flags]
         self._popen: subprocess.Popen[bytes] | None = None
         self._reports: socket.socket
         self._unread = b""
@@ -103,7 +105,7 @@ class System:
         self.redis = RedisServer()
         ports = iter(choose_ports(5))
         shared = (f"--redis-url={self.redis.url}", "--drain-timeout-s=0.3")
-        sizes = ("--num-kv-blocks=512", "--chunk-size=64", "--max-num-seqs=32")
+        sizes = ("--num-kv-blocks=320", "--chunk-size=64", "--max-num-seqs=32")
         self.prefills = [
             Process("prefill_svc", f"p{i}", next(ports), f"--worker-id=p{i}", *shared, *sizes) for i in (0, 1)
         ]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -137,13 +138,13 @@ async def test_decode_dies_mid_stream_and_comes_back_at_its_address(system: Syst
 
 async def test_decode_lacks_blocks(system: System, stub: Any) -> None:
     """More output than both pools hold: some are evicted and go on elsewhere or later, none is lost."""
-    streams = [Streaming(stub, request_of(900, [i] * 100)) for i in range(24)]
+    streams = [Streaming(stub, request_of(800, [i] * 100)) for i in range(16)]
     replies = [await stream.complete(60) for stream in streams]
     assert any(reply.finish.served_by.num_attempts > 1 for reply in replies)
 
 
 async def test_decode_drains(system: System, stub: Any) -> None:
-    streams = [Streaming(stub, request_of(1500, [*PROMPT, i])) for i in range(6)]
+    streams = [Streaming(stub, request_of(1200, [*PROMPT, i])) for i in range(4)]
     for stream in streams:
         await stream.has(20)
     victim = await running_decode(system)
@@ -201,6 +202,50 @@ async def test_router_dies(system: System, stub: Any) -> None:
     for worker in system.workers:
         await load_of(worker.address, holds_nothing, 2.0)
     assert time.monotonic() - killed_s < 2.5
+
+
+async def test_router_drains(system: System) -> None:
+    """It finishes what it has, takes nothing new, and ends with 0."""
+    (port,) = choose_ports(1)
+    router = system.new_router("r1", port, "--drain-timeout-s=20")
+    router.start()
+    try:
+        router.until("ready")
+        async with create_channel(router.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            stream = Streaming(stub, request_of(1500))
+            await stream.has(5)
+            router.terminate()
+            router.until("draining")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(stub.Generate(request_of(1)))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "draining" in (caught.value.details() or "")
+            await stream.complete()
+        assert await asyncio.to_thread(router.wait, LIMIT_S) == 0
+    finally:
+        if router.is_running:
+            router.kill()
+
+
+async def test_router_drains_for_so_long(system: System) -> None:
+    """What has not ended by then is cut off, and the workers free it."""
+    (port,) = choose_ports(1)
+    router = system.new_router("r1", port)
+    router.start()
+    try:
+        router.until("ready")
+        async with create_channel(router.address) as channel:
+            stream = Streaming(inference_pb2_grpc.InferenceStub(channel), request_of(5000))
+            await stream.has(5)
+            router.terminate()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.reply
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.to_thread(router.wait, LIMIT_S) == 0
+    finally:
+        if router.is_running:
+            router.kill()
 
 
 async def test_redis_dies(system: System, stub: Any) -> None:
@@ -271,6 +316,34 @@ async def test_prefill_is_stopped_during_the_fetch(system: System, stub: Any) ->
     await load_of(victim.address, holds_nothing, LIMIT_S)
 
 
+async def test_clients_leave_while_prefill_is_stopped(system: System, stub: Any) -> None:
+    """Decode has reserved blocks for KV that does not come; they are free as soon as nobody wants the answer."""
+    for prefill in system.prefills:
+        prefill.stop()
+    calls = [stub.Generate(request_of(20, [*PROMPT, i])) for i in range(4)]
+    try:
+        # Prefill cannot even accept, so nothing reaches decode; the router's calls are what is open.
+        for call in calls:
+            call.cancel()
+        for decode in system.decodes:
+            await load_of(decode.address, holds_nothing, 1.0)
+    finally:
+        for prefill in system.prefills:
+            prefill.go_on()
+    streams = [Streaming(stub, request_of(20, [i, *LONG_PROMPT])) for i in range(4)]
+    await until_load(system.decodes, lambda load: load.num_running > 0)
+    for prefill in system.prefills:
+        prefill.stop()
+    try:
+        for stream in streams:
+            stream.reply.cancel()
+        for decode in system.decodes:
+            await load_of(decode.address, holds_nothing, 1.0)
+    finally:
+        for prefill in system.prefills:
+            prefill.go_on()
+
+
 async def test_client_is_slow(system: System) -> None:
     """Its stream is bounded by its window; past that it is cut off with a clear status, and its KV is freed."""
     (port,) = choose_ports(1)
@@ -292,6 +365,18 @@ async def test_client_is_slow(system: System) -> None:
             assert "the client has taken nothing for 0.5 s" in (caught.value.details() or "")
     finally:
         router.kill()
+
+
+async def test_pool_accounting_is_broken(system: System, stub: Any) -> None:
+    """The worker ends loudly as soon as it is idle; nobody notices but its operator."""
+    (port,) = choose_ports(1)
+    redis = f"--redis-url={system.redis.url}"
+    leaky = Process(str(Path(__file__).with_name("leaky_worker.py")), "leaky", port, "--worker-id=leaky", redis)
+    leaky.start()
+    streams = [Streaming(stub, request_of(300, [*PROMPT, i])) for i in range(4)]
+    assert await asyncio.to_thread(leaky.wait, 2 * LIMIT_S) == 70
+    for stream in streams:
+        await stream.complete()
 
 
 async def test_two_routers_share_the_workers(system: System, stub: Any) -> None:
