@@ -205,9 +205,7 @@ class Attempt:
         if prefilling.done():
             prefilling.result()
         if not done:
-            raise AttemptFailed(
-                f"worker {prefill.worker_id} has not answered within {ACCEPT_S:g} s", prefill, worker_died=True
-            )
+            raise AttemptFailed(f"worker {prefill.worker_id} has not answered within {ACCEPT_S:g} s", prefill)
         raise _lost(prefill)
 
     async def _watch_source(self, prefill: Incarnation, prefilling: asyncio.Task[None]) -> None:

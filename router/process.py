@@ -114,11 +114,13 @@ async def serving(
                 was_ready = True
                 status.ready()
 
+        # A worker keeps one stream an id. A router of the same name, or the last life of this one, must not take it over.
+        stream_id = f"{router_id}.{secrets.token_hex(8)}"
         addresses = (*config.prefill_workers, *config.decode_workers)
-        prober = Prober(router_id, model.tokenizer)
-        fleet = Fleet(router_id, model.fingerprint, addresses, store, config.worker_silence_s, prober, note_change)
+        prober = Prober(stream_id, model.tokenizer)
+        fleet = Fleet(stream_id, model.fingerprint, addresses, store, config.worker_silence_s, prober, note_change)
         policy = plugins.load("router.policies", config.policy, "Policy")()
-        dispatcher = Dispatcher(fleet, policy, traces, router_id, config.local_prefill_max_tokens, config.worker_wait_s)
+        dispatcher = Dispatcher(fleet, policy, traces, stream_id, config.local_prefill_max_tokens, config.worker_wait_s)
         sessions = Sessions(store, config.session_ttl_s)
         service = InferenceService(
             model, fleet, dispatcher, sessions, traces, config.max_num_requests, config.client_stall_s

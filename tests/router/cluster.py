@@ -146,22 +146,36 @@ async def cluster(
         both = {"model": "tracer", "num_kv_blocks": 256, "max_num_seqs": 32, "chunk_size": 64, **(worker or {})}
         prefills = [await _start(stack, f"prefill-{i}", {**both, **(prefill or {})}) for i in range(num_prefill)]
         decodes = [await _start(stack, f"decode-{i}", {**both, **(decode or {})}) for i in range(num_decode)]
-        config = RouterConfig(
-            model="tracer",
-            port=0,
-            prefill_workers=tuple(each.address for each in prefills),
-            decode_workers=tuple(each.address for each in decodes),
-            **router,
-        )
-        model = open_text_model("tracer", None)
-        running = await stack.enter_async_context(serving(config, "router-0", model, StatusReporter(None)))
-        async with asyncio.timeout(LIMIT_S):
-            while not all(each.is_proved for each in running.fleet.incarnations()) or len(
-                running.fleet.incarnations()
-            ) < len(prefills) + len(decodes):
-                await running.fleet.change.wait()
+        running = await stack.enter_async_context(_router(prefills, decodes, **router))
         channel = await stack.enter_async_context(create_channel(running.address))
         yield Cluster(running, prefills, decodes, channel, inference_pb2_grpc.InferenceStub(channel))
+
+
+@contextlib.asynccontextmanager
+async def another_router(c: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    """A second router of the same name over the same workers, by a client of its own."""
+    async with _router(c.prefills, c.decodes) as running, create_channel(running.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+@contextlib.asynccontextmanager
+async def _router(
+    prefills: list[RunningWorker], decodes: list[RunningWorker], **options: Any
+) -> AsyncIterator[RunningRouter]:
+    """A router that has proved every worker."""
+    config = RouterConfig(
+        model="tracer",
+        port=0,
+        prefill_workers=tuple(each.address for each in prefills),
+        decode_workers=tuple(each.address for each in decodes),
+        **options,
+    )
+    async with serving(config, "router-0", open_text_model("tracer", None), StatusReporter(None)) as running:
+        fleet, num_workers = running.fleet, len(prefills) + len(decodes)
+        async with asyncio.timeout(LIMIT_S):
+            while sum(each.is_proved for each in fleet.incarnations()) < num_workers:
+                await fleet.change.wait()
+        yield running
 
 
 async def _start(stack: contextlib.AsyncExitStack, name: str, options: dict[str, Any]) -> RunningWorker:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from cluster import LIMIT_S, PROMPT, Cluster, cluster, collect, expected, held, request_of
+from cluster import LIMIT_S, PROMPT, Cluster, another_router, cluster, collect, expected, held, request_of
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -408,3 +408,11 @@ async def test_a_client_that_pauses_and_reads_on_gets_everything() -> None:
         assert c.router.service.num_requests == 1
         reply = await collect(messages, len(first.tokens))
         assert [token.token_id for token in first.tokens] + reply.tokens == expected(PROMPT, 1500)
+
+
+async def test_routers_of_the_same_name_do_not_take_each_others_tokens() -> None:
+    async with cluster() as c, another_router(c) as stub:
+        both = [c.stub, stub] * 4
+        replies = await asyncio.gather(*(collect(each.Generate(request_of(200))) for each in both))
+        assert all(reply.tokens == expected(PROMPT, 200) for reply in replies)
+        assert all(reply.finish.served_by.num_attempts == 1 for reply in replies)
