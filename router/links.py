@@ -163,6 +163,8 @@ class WorkerLink:
             await asyncio.wait([attached, *tasks], return_when=asyncio.FIRST_COMPLETED, timeout=DESCRIBE_TIMEOUT_S)
             if incarnation.attached.is_set():
                 self.current = incarnation
+                # Its first report may have come before its token stream stood.
+                self._on_change()
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             failures = await _end([attached, *tasks])

@@ -114,7 +114,7 @@ async def serving(
                 was_ready = True
                 status.ready()
 
-        # A worker keeps one stream an id. A router of the same name, or the last life of this one, must not take it over.
+        # A worker keeps one stream an id: a router of the same name, or the last life of this one, would take it over.
         stream_id = f"{router_id}.{secrets.token_hex(8)}"
         addresses = (*config.prefill_workers, *config.decode_workers)
         prober = Prober(stream_id, model.tokenizer)

@@ -71,6 +71,9 @@ class FakeWorker:
         """Set while there are none."""
         self.idle.set()
         self.num_described = 0
+        self.report_interval_s = 0.2
+        self.attach_delay_s = 0.0
+        """How long it takes to open the token stream."""
         self.description = worker_pb2.DescribeResponse(
             worker_id=worker_id, epoch=self.epoch, role=role, layout=layout, block_size=16, block_bytes=64
         )
@@ -138,6 +141,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
         stream: asyncio.Queue[worker_pb2.AttachResponse] = asyncio.Queue()
         self.worker.streams.append(stream)
         try:
+            await asyncio.sleep(self.worker.attach_delay_s)
             yield worker_pb2.AttachResponse()
             while True:
                 yield await stream.get()
@@ -164,7 +168,7 @@ class _Worker(worker_pb2_grpc.WorkerServicer):
             yield worker_pb2.WatchResponse(state=worker.state, epoch=worker.epoch, load=worker.load)
             worker.changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.2):
+                async with asyncio.timeout(worker.report_interval_s):
                     await worker.changed.wait()
 
 

@@ -229,6 +229,15 @@ async def test_a_new_incarnation_at_the_same_address_is_met() -> None:
         assert seen.named("new").description.epoch == new.epoch
 
 
+async def test_a_worker_whose_report_comes_before_its_token_stream_is_used_at_once() -> None:
+    only = d()
+    only.attach_delay_s, only.report_interval_s = 0.3, 60.0
+    async with fleet_over(only, silence_s=60) as seen:
+        began_s = time.monotonic()
+        await seen.until(lambda fleet: fleet.is_ready)
+        assert time.monotonic() - began_s < 0.9
+
+
 async def test_a_report_of_another_epoch_ends_the_incarnation() -> None:
     only = d()
     async with fleet_over(p(), only) as seen:
