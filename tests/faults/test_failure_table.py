@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -322,7 +321,7 @@ async def test_clients_leave_while_prefill_is_stopped(system: System, stub: Any)
         prefill.stop()
     calls = [stub.Generate(request_of(20, [*PROMPT, i])) for i in range(4)]
     try:
-        # Prefill cannot even accept, so nothing reaches decode; the router's calls are what is open.
+        # Prefill cannot even accept, so nothing has reached decode.
         for call in calls:
             call.cancel()
         for decode in system.decodes:
@@ -416,5 +415,4 @@ async def test_everything_at_once(system: System, stub: Any) -> None:
     for stream in streams:
         await stream.complete(60)
     system.decodes[1].go_on()
-    with contextlib.suppress(AssertionError):
-        await load_of(system.decodes[1].address, holds_nothing, LIMIT_S)
+    await load_of(system.decodes[1].address, holds_nothing, LIMIT_S)
