@@ -105,10 +105,10 @@ class Served:
         return sum(line.startswith(start) for line in self._lines)
 
 
-def wait_until_serving(address: str, limit_s: float) -> None:
-    """Returns when the router at `address` reports SERVING for baton.v1.Inference."""
+def wait_until_serving(address: str, limit_s: float, service: str = "Inference") -> None:
+    """Returns when what listens at `address` reports SERVING for baton.v1.`service`."""
     with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
+        request = health_pb2.HealthCheckRequest(service=f"baton.v1.{service}")
         watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=limit_s, wait_for_ready=True)
         for report in watch:
             if report.status == health_pb2.HealthCheckResponse.SERVING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from served import wait_until_serving
+from served import START_LIMIT_S, wait_until_serving
 
 from baton.topology import choose_ports
 from protos import inference_pb2, inference_pb2_grpc
@@ -26,10 +26,14 @@ def test_one_trace_over_router_prefill_and_decode(tmp_path: Path) -> None:
     processes = {
         "prefill": start(tmp_path, "prefill_svc", prefill),
         "decode": start(tmp_path, "decode_svc", decode),
-        "router": start(tmp_path, "router", router, f"--prefill-workers={prefill}", f"--decode-workers={decode}"),
     }
     try:
-        wait_until_serving(router, 90)
+        # A router that found decode alone for a while would begin to serve with it alone.
+        wait_until_serving(prefill, START_LIMIT_S, "Prefill")
+        wait_until_serving(decode, START_LIMIT_S, "Decode")
+        found = (f"--prefill-workers={prefill}", f"--decode-workers={decode}")
+        processes["router"] = start(tmp_path, "router", router, *found)
+        wait_until_serving(router, START_LIMIT_S)
         with grpc.insecure_channel(router) as channel:
             request = inference_pb2.GenerateRequest(prompt="Once upon a time", request_id="traced")
             request.sampling.max_tokens, request.sampling.ignore_eos = 5, True
