@@ -54,6 +54,7 @@ class Fleet:
         self._tried_s: dict[_Pair, float] = {}
         self._changed = asyncio.Event()
         self._started_s = time.monotonic()
+        self._first_decode_s: float | None = None
 
     async def run(self) -> None:
         """Keeps links to all known addresses and proves new workers, until cancelled."""
@@ -163,6 +164,12 @@ class Fleet:
         serving = [worker for worker in self.incarnations() if worker.is_serving]
         prefills = [worker for worker in serving if not worker.decodes]
         decodes = [worker for worker in serving if worker.role == inference_pb2.WORKER_ROLE_DECODE]
+        if decodes and self._first_decode_s is None:
+            self._first_decode_s = time.monotonic()
+        # A decode worker can serve alone, but at a start its prefill workers get the time to appear; counted from here,
+        # because they load no faster than it did.
+        first_s = self._first_decode_s
+        is_late = first_s is not None and time.monotonic() - first_s >= PREFILL_GRACE_S
         pairs: list[_Pair] = []
         for worker in serving:
             if worker.is_proved:
@@ -171,8 +178,6 @@ class Fleet:
                 pairs += [(decode, worker) for decode in decodes if decode.fits(worker)]
             elif worker.role == inference_pb2.WORKER_ROLE_DECODE:
                 pairs += [(worker, prefill) for prefill in prefills if prefill.fits(worker)]
-            # A decode worker can serve alone, but at a start its prefill workers get the time to appear.
-            is_late = time.monotonic() - self._started_s > PREFILL_GRACE_S
             if worker.decodes and (is_late or worker.role == inference_pb2.WORKER_ROLE_MIXED):
                 pairs.append((worker, None))
         self._tried_s = {pair: self._tried_s[pair] for pair in pairs if pair in self._tried_s}

@@ -76,7 +76,7 @@ async def test_static_workers_are_found_and_proved() -> None:
 
 async def test_nothing_is_ready_until_a_probe_has_crossed() -> None:
     probe = GatedProbe()
-    async with fleet_over(p(), d(), probe=probe) as seen:
+    async with fleet_over(p(), d(), probe=probe, grace_s=60) as seen:
         await probe.called.wait()
         assert probe.pairs == [("p", "d")]
         assert not seen.fleet.is_ready and not seen.usable_ids()
@@ -92,6 +92,22 @@ async def test_a_decode_worker_is_not_proved_alone_while_prefill_may_still_come(
         began_s = time.monotonic()
         await seen.until(lambda fleet: fleet.is_ready)
         assert time.monotonic() - began_s > 0.4 and probe.pairs == [("", "d")]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_workers_that_load_for_long_get_the_same_time_for_prefill_to_come() -> None:
+    """Counted from the first decode worker, not from the router's start, which is long before on a slow machine."""
+    store = Store("memory://", 1.0)
+    decode = d(layout="another")
+    async with fleet_over(p(), decode, store=store, static=False, grace_s=0.5) as seen:
+        began_s = time.monotonic()
+        prefill_wire, decode_wire = seen.wires
+        await store.register_worker(WorkerRecord("p", "prefill", prefill_wire.address, 1), 60)
+        await seen.until(lambda fleet: any(w.reported_s > began_s + 0.6 for w in fleet.incarnations()))
+        began_s = time.monotonic()
+        await store.register_worker(record_of(decode, decode_wire.address), 60)
+        await seen.until(lambda fleet: fleet.is_ready)
+        assert time.monotonic() - began_s > 0.4
 
 
 async def test_a_mixed_worker_is_proved_alone() -> None:
