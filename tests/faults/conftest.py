@@ -40,6 +40,12 @@ async def system(processes: System) -> AsyncIterator[System]:
             await load_of(worker.address, holds_nothing, 2.0)
 
 
+@pytest.fixture
+async def stub(system: System) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with create_channel(system.router.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
 async def all_proved(system: System) -> None:
     """Asks for small answers until every worker has served one: then all are proved."""
     missing = {worker.name for worker in system.workers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,10 @@ def own_valkey() -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture(autouse=True)
+def no_forgotten_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Every error that a task ended with was looked at."""
+    yield
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and record.name == "asyncio"]

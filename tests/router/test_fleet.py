@@ -138,7 +138,7 @@ async def test_a_sick_decode_worker_keeps_nobody_from_being_proved() -> None:
 async def test_with_sick_prefill_workers_alone_decode_serves_alone() -> None:
     probe = GatedProbe(failing={"p"})
     probe.may_cross.set()
-    async with fleet_over(p(), d(), probe=probe) as seen:
+    async with fleet_over(p(), d(), probe=probe, grace_s=1) as seen:
         await seen.until(lambda fleet: fleet.is_ready)
         assert seen.usable_ids() == {"d"} and probe.pairs[0] == ("p", "d")
 
