@@ -12,21 +12,17 @@ to a prefilling worker's queue.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 from engine.holdings import Holdings
 from engine.planning import Plan, fill
+from engine.ranking import RankedQueue, oldest, youngest_of_lowest_class
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
 
-
-@dataclass(slots=True)
-class _Fetch:
-    """Where a sequence's KV comes from."""
-
-    source: str
-    num_empty_tokens: int
+MAX_PASSED_OVER = 64
+"""Sequences whose source has enough reservations that admission looks past in one plan."""
 
 
 class DecodeScheduler:
@@ -36,10 +32,12 @@ class DecodeScheduler:
         self.holdings = holdings
         self.limits = limits
         self._max_reserved_tokens = max_reserved_tokens
-        self._waiting: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        self._fetches: dict[Sequence, _Fetch] = {}
+        self._waiting = RankedQueue(limits.ageing_s)
+        self._prefilling = RankedQueue(limits.ageing_s)
+        self._decoding = RankedQueue(limits.ageing_s)
+        self._fetching: dict[Sequence, int] = {}  # tokens reserved for a source that has sent nothing yet
+        self._sources: dict[Sequence, str] = {}  # of those that wait and those that fetch
+        self._reserved_tokens: Counter[str] = Counter()  # by source: the sum over its fetches
         self._starting: list[Sequence] = []
 
     def add(self, sequence: Sequence, source: str | None) -> None:
@@ -49,15 +47,14 @@ class DecodeScheduler:
             sequence.move(State.FINISHED)
             return
         if source is not None:
-            self._fetches[sequence] = _Fetch(source, sequence.num_tokens)
-        self._waiting.append(sequence)
+            self._sources[sequence] = source
+        self._waiting.add(sequence)
 
     def plan(self, now_s: float) -> Plan:
         """Grows what runs, admits what waits, then fills the step: decode rows first, prefill chunks after."""
         plan, limits = Plan(), self.limits
         ready = self._grow_running()
         self._admit(now_s)
-        self._prefilling.sort(key=lambda sequence: sequence.order)
         fill(plan, ready, 1, limits.max_num_batched_tokens)
         fill(plan, self._prefilling, limits.chunk_size, limits.max_num_batched_tokens)
         return plan
@@ -82,7 +79,8 @@ class DecodeScheduler:
 
     def received(self, sequence: Sequence) -> None:
         """The first bytes of a fetch have come: its reservation is not empty any more."""
-        self._fetches[sequence].num_empty_tokens = 0
+        self._reserved_tokens[self._sources[sequence]] -= self._fetching[sequence]
+        self._fetching[sequence] = 0
 
     def fetched(self, sequence: Sequence, sample: Sample, now_s: float) -> NewToken:
         """The whole input's KV is here and attested; `sample` is the first token."""
@@ -114,8 +112,12 @@ class DecodeScheduler:
 
     def num_wanted_blocks(self) -> int:
         """See `Scheduler.num_wanted_blocks`."""
-        waiting = sum(self.holdings.num_blocks(sequence.num_tokens + 1) for sequence in self._waiting)
-        return waiting + 2 * self.num_running
+        wanted, most = 2 * self.num_running, self.holdings.max_blocks
+        for sequence in self._waiting:
+            wanted += self.holdings.num_blocks(sequence.num_tokens + 1)
+            if wanted >= most:
+                break
+        return wanted
 
     @property
     def num_queued(self) -> int:
@@ -125,19 +127,16 @@ class DecodeScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens still to be computed or fetched."""
-        return sum(sequence.num_pending for sequence in (*self._waiting, *self._prefilling, *self._fetching()))
+        return sum(sequence.num_pending for sequence in (*self._waiting, *self._prefilling, *self._fetching))
 
     @property
     def num_running(self) -> int:
         """Sequences with a seat."""
-        return len(self._decoding) + len(self._prefilling) + len(self._fetching())
+        return len(self._decoding) + len(self._prefilling) + len(self._fetching)
 
     def live(self) -> list[Sequence]:
         """Every sequence that is not over."""
-        return [*self._waiting, *self._fetching(), *self._prefilling, *self._decoding]
-
-    def _fetching(self) -> list[Sequence]:
-        return [sequence for sequence in self._fetches if sequence.state is State.FETCHING]
+        return [*self._waiting, *self._fetching, *self._prefilling, *self._decoding]
 
     def _append(self, sequence: Sequence, sample: Sample, now_s: float) -> NewToken:
         token = NewToken(sequence, sequence.num_tokens, sample)
@@ -146,7 +145,7 @@ class DecodeScheduler:
             sequence.first_token, sequence.first_token_s = sample, now_s
         if sequence.state is not State.DECODING:
             self._forget(sequence)
-            self._decoding.append(sequence)
+            self._decoding.add(sequence)
             sequence.move(State.DECODING)
         if sequence.check_finished(self.limits.eos_token_ids, self.limits.max_model_len):
             self.end(sequence, State.FINISHED)
@@ -156,7 +155,7 @@ class DecodeScheduler:
         """Gives each decoding sequence the slot of its next token, evicting where there is none. Answers those that
         have it; the others wait for blocks of a victim whose transfer is still being stopped."""
         ready = []
-        for sequence in sorted(self._decoding, key=lambda sequence: sequence.order):
+        for sequence in list(self._decoding):
             while not sequence.is_over:
                 if self.holdings.grow(sequence, sequence.num_tokens):
                     ready.append(sequence)
@@ -170,48 +169,52 @@ class DecodeScheduler:
     def _victim(self) -> Sequence:
         """The youngest of the lowest class, never the oldest unless it is alone in a pool that could not grow;
         reservations that hold nothing yet go first."""
-        fetching = self._fetching()
-        holders = [*self._decoding, *self._prefilling, *fetching]
-        oldest = min(holders, key=lambda sequence: sequence.order[1])
-        empty = [s for s in fetching if s is not oldest and self._fetches[s].num_empty_tokens > 0]
-        others = [s for s in holders if s is not oldest]
-        return max(empty or others or holders, key=lambda sequence: sequence.order)
+        holders = [*self._decoding, *self._prefilling, *self._fetching]
+        never = oldest(holders)
+        others = [sequence for sequence in holders if sequence is not never]
+        empty = [sequence for sequence in others if self._fetching.get(sequence)]
+        return youngest_of_lowest_class(empty or others or holders)
 
     def _admit(self, now_s: float) -> None:
-        for sequence in sorted(self._waiting, key=lambda sequence: sequence.order):
-            if self.num_running >= self.limits.max_num_seqs:
+        num_passed_over = 0
+        for sequence in self._waiting.snapshot(self.limits.max_num_seqs + MAX_PASSED_OVER):
+            if self.num_running >= self.limits.max_num_seqs or num_passed_over >= MAX_PASSED_OVER:
                 return
             if not self.holdings.can_ever_hold(sequence.num_tokens + 1):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
                 continue
-            fetch = self._fetches.get(sequence)
-            if fetch is not None and not self._may_reserve(fetch):
+            source = self._sources.get(sequence)
+            if source is not None and not self._may_reserve(source, sequence.num_tokens):
+                num_passed_over += 1
                 continue
             # A whole input may be reused when the first token comes from elsewhere; computing it needs one token.
-            max_cached = sequence.num_tokens if fetch is not None else sequence.num_tokens - 1
+            max_cached = sequence.num_tokens if source is not None else sequence.num_tokens - 1
             # One block for each running sequence stays free, so that admission does not cause eviction at once.
             headroom = len(self._decoding)
             if not self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom):
                 return
-            self._waiting.remove(sequence)
+            self._waiting.discard(sequence)
             sequence.started_s = now_s
-            if fetch is not None:
+            if source is not None:
+                self._fetching[sequence] = sequence.num_tokens
+                self._reserved_tokens[source] += sequence.num_tokens
                 self._starting.append(sequence)
                 sequence.move(State.FETCHING)
             else:
-                self._prefilling.append(sequence)
+                self._prefilling.add(sequence)
                 sequence.move(State.PREFILLING)
 
-    def _may_reserve(self, fetch: _Fetch) -> bool:
-        reserved = sum(
-            other.num_empty_tokens
-            for sequence, other in self._fetches.items()
-            if other.source == fetch.source and sequence.state is State.FETCHING
-        )
-        return reserved == 0 or reserved + fetch.num_empty_tokens <= self._max_reserved_tokens
+    def _may_reserve(self, source: str, num_tokens: int) -> bool:
+        reserved = self._reserved_tokens[source]
+        return reserved == 0 or reserved + num_tokens <= self._max_reserved_tokens
 
     def _forget(self, sequence: Sequence) -> None:
-        for members in (self._waiting, self._prefilling, self._decoding, self._starting):
-            if sequence in members:
-                members.remove(sequence)
-        self._fetches.pop(sequence, None)
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            queue.discard(sequence)
+        if sequence in self._starting:
+            self._starting.remove(sequence)
+        source = self._sources.pop(sequence, None)
+        if source is not None:
+            self._reserved_tokens[source] -= self._fetching.pop(sequence, 0)
+            if not self._reserved_tokens[source]:
+                del self._reserved_tokens[source]

@@ -53,6 +53,9 @@ class WorkerConfig:
     """Decode pool only: most tokens reserved for prompts of one prefill worker that has sent nothing of them yet;
     default: twice --max-num-batched-tokens."""
 
+    priority_ageing_s: float = field(default=5.0, metadata=_in("Scheduling", min=0.001))
+    """Seconds of waiting that weigh as much as one class of priority: what waits longer goes before what is urgent."""
+
     block_size: int = field(default=16, metadata=_in("KV cache", min=1))
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))

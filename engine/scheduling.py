@@ -12,6 +12,7 @@ from typing import Protocol
 
 from engine.holdings import Holdings
 from engine.planning import Plan
+from engine.ranking import AGEING_S
 from engine.request import Sample
 from engine.sequence import Sequence
 
@@ -30,6 +31,8 @@ class Limits:
     """Most tokens of one sequence that a step computes."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end generation."""
+    ageing_s: float = AGEING_S
+    """Seconds of waiting that weigh as much as one class of priority."""
 
 
 @dataclass(frozen=True, slots=True)

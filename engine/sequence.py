@@ -135,9 +135,9 @@ class Sequence:
         return self.state in TERMINAL
 
     @property
-    def order(self) -> tuple[int, float]:
-        """Sorts by class, then by time waited, earlier attempts' waiting included: the smallest goes first."""
-        return (-self.request.priority, self.arrived_s - self.request.waited_ms / 1000.0)
+    def since_s(self) -> float:
+        """Since when the request waits, on this worker's clock: earlier attempts and hops are counted as waiting."""
+        return self.arrived_s - self.request.waited_ms / 1000.0
 
     def move(self, target: State) -> None:
         """Changes the state; an illegal move is our bug."""

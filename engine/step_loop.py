@@ -90,7 +90,8 @@ class StepLoop:
     async def _grow_pool(self) -> None:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages."""
         pool = self._scheduler.holdings.pool
-        num_missing = self._scheduler.num_wanted_blocks() - pool.num_available
+        # Cached blocks are counted as taken: while memory may be had, reuse is not given up for it.
+        num_missing = self._scheduler.num_wanted_blocks() - pool.num_free
         num_growable = self._scheduler.holdings.max_blocks - pool.num_total
         if num_missing <= 0 or num_growable <= 0:
             return

@@ -254,7 +254,12 @@ class Worker:
             fingerprint=model.fingerprint,
         )
         limits = Limits(
-            max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.chunk_size, model.eos_token_ids
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunk_size=config.chunk_size,
+            eos_token_ids=model.eos_token_ids,
+            ageing_s=config.priority_ageing_s,
         )
         pool = BlockPool(memory.num_blocks, ceiling)
         hasher = PrefixHasher(model.fingerprint, layout.fingerprint, layout.block_size)

@@ -7,12 +7,16 @@
 
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
+
+A step belongs to the prompt that ranks first, but half of it is open to shorter ones of its class or above, shortest
+first: short prompts are not stuck behind a long one, and the long one takes at most twice its time.
 """
 
 from __future__ import annotations
 
 from engine.holdings import Holdings
 from engine.planning import Plan, fill
+from engine.ranking import RankedQueue
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import Sequence, State
@@ -24,42 +28,59 @@ class PrefillScheduler:
     def __init__(self, holdings: Holdings, limits: Limits) -> None:
         self.holdings = holdings
         self.limits = limits
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._uncredited: set[Sequence] = set()
+        self._waiting = RankedQueue(limits.ageing_s)
+        self._running = RankedQueue(limits.ageing_s)
         self._leased: set[Sequence] = set()
-        self._credited: set[Sequence] = set()
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; it starts after `credit`."""
-        self._waiting.append(sequence)
+        self._uncredited.add(sequence)
 
     def credit(self, sequence: Sequence) -> None:
         """The reader's destination exists: the sequence may start."""
-        self._credited.add(sequence)
+        if sequence in self._uncredited:
+            self._uncredited.remove(sequence)
+            self._waiting.add(sequence)
 
     def plan(self, now_s: float) -> Plan:
-        """Goes on with running prompts in order, then admits waiting ones while tokens, seats and blocks last."""
-        plan, limits = Plan(), self.limits
-        self._running.sort(key=lambda sequence: sequence.order)
-        fill(plan, self._running, limits.chunk_size, limits.max_num_batched_tokens)
-        for sequence in sorted(self._waiting, key=lambda sequence: sequence.order):
-            if plan.num_tokens >= limits.max_num_batched_tokens or self._num_holding >= limits.max_num_seqs:
-                break
+        """Admits what has credit, seat and blocks, then shares the step between the first and the shortest."""
+        self._admit(now_s)
+        plan, budget, chunk_size = Plan(), self.limits.max_num_batched_tokens, self.limits.chunk_size
+        running = list(self._running)
+        if not running:
+            return plan
+        first, others = running[0], running[1:]
+        # Splitting a step between equally long prompts would make both late; those of a lower class get what is left.
+        shorter = sorted(
+            (
+                other
+                for other in others
+                if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
+            ),
+            key=lambda other: other.num_pending,
+        )
+        share = min(budget // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
+        fill(plan, [first], chunk_size, budget - share)
+        fill(plan, shorter, chunk_size, budget)
+        planned = {part.sequence for part in plan.slices}
+        fill(plan, [other for other in others if other not in planned], chunk_size, budget)
+        return plan
+
+    def _admit(self, now_s: float) -> None:
+        for sequence in self._waiting.snapshot(self.limits.max_num_seqs):
             if not self.holdings.can_ever_hold(sequence.num_tokens):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
                 continue
-            if sequence not in self._credited:
-                continue
+            if len(self._running) + len(self._leased) >= self.limits.max_num_seqs:
+                return
             # Nobody overtakes one that lacks blocks: a stream of short prompts would starve a long one.
             if not self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1):
-                break
-            self._waiting.remove(sequence)
-            self._credited.discard(sequence)
-            self._running.append(sequence)
+                return
+            self._waiting.discard(sequence)
+            self._running.add(sequence)
             sequence.started_s = now_s
             sequence.move(State.PREFILLING)
-            fill(plan, [sequence], limits.chunk_size, limits.max_num_batched_tokens)
-        return plan
 
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
         """Counts the chunks as computed; finished prompts become LEASED."""
@@ -70,7 +91,7 @@ class PrefillScheduler:
                 sequence.num_computed += part.num_tokens
                 self.holdings.register_computed(sequence)
                 if sample is not None:
-                    self._running.remove(sequence)
+                    self._running.discard(sequence)
                     self._leased.add(sequence)
                     sequence.first_token, sequence.first_token_s = sample, now_s
                     sequence.move(State.LEASED)
@@ -95,17 +116,22 @@ class PrefillScheduler:
 
     def num_wanted_blocks(self) -> int:
         """See `Scheduler.num_wanted_blocks`."""
-        return sum(self.holdings.num_blocks(sequence.num_tokens) for sequence in self._credited)
+        wanted, most = 0, self.holdings.max_blocks
+        for sequence in self._waiting:
+            wanted += self.holdings.num_blocks(sequence.num_tokens)
+            if wanted >= most:
+                break
+        return wanted
 
     @property
     def num_queued(self) -> int:
         """Sequences without blocks."""
-        return len(self._waiting)
+        return len(self._uncredited) + len(self._waiting)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens still to be computed."""
-        return sum(sequence.num_pending for sequence in (*self._waiting, *self._running))
+        return sum(sequence.num_pending for sequence in (*self._uncredited, *self._waiting, *self._running))
 
     @property
     def num_running(self) -> int:
@@ -119,15 +145,10 @@ class PrefillScheduler:
 
     def live(self) -> list[Sequence]:
         """Every sequence that is not over."""
-        return [*self._waiting, *self._running, *self._leased]
-
-    @property
-    def _num_holding(self) -> int:
-        return len(self._running) + len(self._leased)
+        return [*self._uncredited, *self._waiting, *self._running, *self._leased]
 
     def _forget(self, sequence: Sequence) -> None:
-        for members in (self._waiting, self._running):
-            if sequence in members:
-                members.remove(sequence)
+        self._waiting.discard(sequence)
+        self._running.discard(sequence)
         self._leased.discard(sequence)
-        self._credited.discard(sequence)
+        self._uncredited.discard(sequence)

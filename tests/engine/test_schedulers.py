@@ -51,7 +51,7 @@ def test_prefill_wants_blocks_for_what_has_credit_and_none():
     assert p.scheduler.num_wanted_blocks() == 0
 
 
-def test_prefill_takes_the_urgent_first_and_then_the_oldest():
+def test_prefill_takes_the_urgent_first_unless_others_have_waited_longer():
     p = Prefill(max_num_batched_tokens=4, chunk_size=4)
     low, normal, waited, high = (
         p.add(4, first=100, priority=Priority.LOW),
@@ -59,7 +59,29 @@ def test_prefill_takes_the_urgent_first_and_then_the_oldest():
         p.add(4, first=300, waited_ms=60_000),
         p.add(4, first=400, priority=Priority.HIGH),
     )
-    assert [p.step()[0][0] for _ in range(4)] == [high, waited, normal, low]
+    assert [p.step()[0][0] for _ in range(4)] == [waited, high, normal, low]
+
+
+def test_short_prompts_share_the_steps_of_a_long_one():
+    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    long = p.add(40, first=1)
+    assert p.step() == [(long, 8)]
+    short, urgent, low = (
+        p.add(6, first=100),
+        p.add(2, first=200, priority=Priority.HIGH),
+        p.add(3, first=300, priority=Priority.LOW),
+    )
+    p.scheduler.end(urgent, State.CANCELLED)
+    assert p.step() == [(long, 4), (short, 4)], "half of the step each; the low one has no claim to it"
+    assert p.step() == [(long, 6), (short, 2)]
+    assert p.step() == [(long, 8)]
+    assert low.num_computed == 0
+
+
+def test_an_equally_long_prompt_waits_its_turn():
+    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    a, b = p.add(16, first=1), p.add(16, first=100)
+    assert [p.step() for _ in range(4)] == [[(a, 8)], [(a, 8)], [(b, 8)], [(b, 8)]]
 
 
 def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():

@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.holdings.pool
         pool.grow(max(0, self.scheduler.num_wanted_blocks() - pool.num_available))
         before = self.holding()
-        oldest = min(before, key=lambda sequence: sequence.order[1], default=None)
+        oldest = min(before, key=lambda sequence: sequence.since_s, default=None)
         plan = self.scheduler.plan(self.now_s)
         assert oldest is None or not oldest.is_over, "the oldest was evicted"
         check_plan(plan, self.limits, len(self.holding()))
@@ -307,11 +307,12 @@ class DecodeMachine(SchedulerMachine):
     def reservations_are_bounded(self) -> None:
         for source in ("p1", "p2") if self.scheduler is not None else ():
             empty = [
-                fetch.num_empty_tokens
-                for sequence, fetch in self.scheduler._fetches.items()
-                if fetch.source == source and sequence.state is State.FETCHING
+                num_tokens
+                for sequence, num_tokens in self.scheduler._fetching.items()
+                if self.scheduler._sources[sequence] == source
             ]
             assert sum(empty) <= max(self.scheduler._max_reserved_tokens, *empty, 0)
+            assert sum(empty) == self.scheduler._reserved_tokens[source]
 
     def serve_waiters(self) -> None:
         for sequence in list(self.fetches):

@@ -7,7 +7,6 @@ import itertools
 import pytest
 from pools import EOS, make_request, make_sequence
 
-from engine.request import Priority
 from engine.sequence import DECODE_MOVES, PREFILL_MOVES, TERMINAL, FinishReason, Sequence, State
 
 ENDINGS = {State.EVICTED, State.CANCELLED, State.FAILED}
@@ -90,18 +89,3 @@ def test_when_generation_ends(outputs, options, expected):
 def test_prompt_ids_never_end_generation():
     sequence = make_sequence([EOS], DECODE_MOVES, stop_token_ids=(EOS,))
     assert not sequence.check_finished((EOS,), 100)
-
-
-def test_order_is_class_then_age_with_earlier_waiting_counted():
-    def make(arrived_s, waited_ms=0, priority=Priority.NORMAL):
-        return Sequence(make_request([1], waited_ms=waited_ms, priority=priority), DECODE_MOVES, arrived_s)
-
-    urgent, evicted, old, new, patient = (
-        make(30.0, priority=Priority.HIGH),
-        make(20.0, waited_ms=15_000),
-        make(10.0),
-        make(20.0),
-        make(0.0, priority=Priority.LOW),
-    )
-    ordered = sorted([patient, new, old, evicted, urgent], key=lambda sequence: sequence.order)
-    assert ordered == [urgent, evicted, old, new, patient]
