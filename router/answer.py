@@ -22,7 +22,14 @@ class TokensMissing(Exception):
 class Answer:
     """The output of one request over all its attempts."""
 
-    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer, arrived_s: float) -> None:
+    def __init__(
+        self,
+        request: PreparedRequest,
+        tokenizer: Tokenizer,
+        arrived_s: float,
+        time_allowed_s: float | None = None,
+    ) -> None:
+        """`time_allowed_s` is what the client's deadline leaves from now; None: no deadline."""
         self.request = request
         self.token_ids: list[int] = []
         """Output so far, up to the end of a stop string."""
@@ -30,6 +37,8 @@ class Answer:
         """The stop string that ended it."""
         self.arrived_s = arrived_s
         """Monotonic clock."""
+        self.deadline_s = None if time_allowed_s is None else time.monotonic() + time_allowed_s
+        """When the client stops waiting, monotonic clock; None: never."""
         self.first_token_s: float | None = None
         """When the first token came."""
         self.last_token_s: float | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ LAST_TOKENS_S = 10.0
 """How long decode's last tokens may come after its final record."""
 VERDICT_S = 1.0
 """How long decode may take to notice that its source has gone, before the attempt is given up."""
+DEADLINE_MARGIN_S = 0.5
+"""How much longer workers are allowed than the client waits."""
 _FINAL = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED})
 _REFUSALS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION})
 
@@ -156,6 +159,12 @@ class Attempt:
         except TokensMissing:
             self._gap.set()
 
+    def _timeout_s(self) -> float | None:
+        """The client's deadline as the workers are told it, so that they stop even if this router cannot say so. A bit
+        more than the client's: normally the router's own end comes first."""
+        deadline_s = self.answer.deadline_s
+        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic()) + DEADLINE_MARGIN_S
+
     def _message(self) -> worker_pb2.Attempt:
         request = self.answer.request
         return worker_pb2.Attempt(
@@ -174,7 +183,9 @@ class Attempt:
         self, prefill: Incarnation, message: worker_pb2.Attempt, accepted: asyncio.Future[worker_pb2.PrefillAccepted]
     ) -> None:
         with _calling(prefill):
-            call = prefill.prefill.Run(worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span))
+            call = prefill.prefill.Run(
+                worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span), timeout=self._timeout_s()
+            )
             try:
                 async for event in call:
                     if event.HasField("accepted"):
@@ -243,7 +254,7 @@ class Attempt:
     ) -> worker_pb2.DecodeRunResponse:
         request = worker_pb2.DecodeRunRequest(attempt=message, router_id=self.router_id, source=source)
         with _calling(self.decode):
-            record = await self.decode.decode.Run(request, metadata=inject(self.span))
+            record = await self.decode.decode.Run(request, metadata=inject(self.span), timeout=self._timeout_s())
         assert isinstance(record, worker_pb2.DecodeRunResponse)
         if record.outcome == worker_pb2.OUTCOME_FINISHED:
             await self._all_tokens(record.num_tokens)

@@ -24,6 +24,7 @@ from router.model import TextModel
 from router.sessions import Sessions
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Overloaded, Unavailable
+from runtime.rpc import time_remaining_s
 from runtime.telemetry import Telemetry, extract
 
 Context = grpc.aio.ServicerContext
@@ -69,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
             )
             with self._named(prepared.request_id):
-                answer = Answer(prepared, self._model.tokenizer, arrived_s)
+                answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
                 span = self._start_span(prepared, context)
                 serving = asyncio.create_task(self._serve(answer, prepared, span))
                 try:

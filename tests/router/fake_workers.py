@@ -27,7 +27,7 @@ from router.fleet import Fleet, Probe
 from router.links import Incarnation, WorkerLink
 from router.model import open_text_model
 from router.validation import PreparedRequest
-from runtime.rpc import Server
+from runtime.rpc import Server, time_remaining_s
 
 PREFILL, DECODE = inference_pb2.WORKER_ROLE_PREFILL, inference_pb2.WORKER_ROLE_DECODE
 MIXED = inference_pb2.WORKER_ROLE_MIXED
@@ -64,6 +64,8 @@ class FakeWorker:
         self.prefills: list[worker_pb2.PrefillRunRequest] = []
         self.decodes: list[worker_pb2.DecodeRunRequest] = []
         self.finishes: list[worker_pb2.FinishRequest] = []
+        self.times_allowed_s: list[float | None] = []
+        """What each Run call was given, as `time_remaining_s` sees it."""
         self.finished = asyncio.Event()
         self.num_open = 0
         """Run calls that have not ended."""
@@ -122,6 +124,7 @@ class _Prefill(worker_pb2_grpc.PrefillServicer):
 
     async def Run(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.worker.prefills.append(request)
+        self.worker.times_allowed_s.append(time_remaining_s(context))
         with self.worker.open_call():
             async with contextlib.aclosing(self.worker.prefill_script(self.worker, request)) as events:
                 async for event in events:
@@ -134,6 +137,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
 
     async def Run(self, request: Any, context: Any) -> Any:
         self.worker.decodes.append(request)
+        self.worker.times_allowed_s.append(time_remaining_s(context))
         with self.worker.open_call():
             return await self.worker.decode_script(self.worker, request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -230,3 +231,20 @@ async def test_the_first_token_and_then_death() -> None:
         failure = await running
         assert failure.culprit is both.prefill
         assert bytes(answer.token_ids) == b"a"
+
+
+async def test_workers_are_told_the_clients_deadline() -> None:
+    """So that they stop by themselves when the router cannot tell them to."""
+    async with pair() as both:
+        answer = answer_of(6)
+        answer.deadline_s = time.monotonic() + 20.0
+        await both.run(answer)
+        for worker in (both.p, both.d):
+            (allowed_s,) = worker.times_allowed_s
+            assert allowed_s is not None and 18.0 < allowed_s < 23.0
+
+
+async def test_workers_have_no_deadline_when_the_client_has_none() -> None:
+    async with pair() as both:
+        await both.run(answer_of(6))
+        assert both.p.times_allowed_s == both.d.times_allowed_s == [None]
