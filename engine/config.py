@@ -62,7 +62,7 @@ class WorkerConfig:
     """Blocks the pool may grow to; default: what --max-num-seqs sequences of 2,048 tokens need, within
     --kv-cache-memory-utilization."""
     kv_cache_memory_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.01, max=0.95))
-    """Part of this machine's memory that the KV pool may take."""
+    """Part of the memory of this machine, or of the container if less, that the KV pool may take."""
     kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
     """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
     by gRPC."""

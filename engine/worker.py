@@ -33,6 +33,7 @@ from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
 from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs, telemetry
 from runtime.errors import BatonError, ConfigError
+from runtime.host import memory_limit_bytes
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
 
@@ -226,8 +227,7 @@ class Worker:
         if ceiling is None:
             length = min(EXPECTED_SEQUENCE_TOKENS, config.max_model_len or model.max_context)
             wanted = config.max_num_seqs * layout.num_blocks(length)
-            total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            affordable = int(config.kv_cache_memory_utilization * total_bytes) // layout.block_bytes
+            affordable = int(config.kv_cache_memory_utilization * memory_limit_bytes()) // layout.block_bytes
             ceiling = max(1, min(wanted, affordable))
         if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
             raise ConfigError(

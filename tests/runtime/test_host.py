@@ -1,0 +1,28 @@
+"""The memory limit, with and without a container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from runtime.host import memory_limit_bytes
+
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1073741824\n", 2**30), ("max\n", MACHINE), ("9223372036854771712\n", MACHINE), ("", MACHINE)],
+)
+def test_the_lesser_of_machine_and_container(tmp_path: Path, text: str, expected: int) -> None:
+    """A limit counts when it is a number below the machine's memory."""
+    path = tmp_path / "memory.max"
+    path.write_text(text, encoding="ascii")
+    assert memory_limit_bytes((path,)) == expected
+
+
+def test_without_a_container(tmp_path: Path) -> None:
+    """No file, no limit but the machine's."""
+    assert memory_limit_bytes((tmp_path / "none",)) == MACHINE
