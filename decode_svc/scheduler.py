@@ -6,8 +6,9 @@
 4. FINISHED, or at any time EVICTED, CANCELLED, FAILED: the blocks are given back, the prefix cache may keep them.
 
 When growth finds no block, the youngest sequence of the lowest class is evicted; the oldest one never is, so that
-something always finishes. Reservations that have received nothing are bounded for each source: they are blocks lent
-to a prefilling worker's queue.
+something always finishes. A sequence that outranks others of a lower class pauses them (the batch is the first
+`max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received nothing are
+bounded for each source: they are blocks lent to a prefilling worker's queue.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ class DecodeScheduler:
     def plan(self, now_s: float) -> Plan:
         """Grows what runs, admits what waits, then fills the step: decode rows first, prefill chunks after."""
         plan, limits = Plan(), self.limits
+        self._choose_batch()
         ready = self._grow_running()
         self._admit(now_s)
-        fill(plan, ready, 1, limits.max_num_batched_tokens)
+        # One that was ready may have been evicted since, for growth or for a higher class.
+        fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_batched_tokens)
         fill(plan, self._prefilling, limits.chunk_size, limits.max_num_batched_tokens)
         return plan
 
@@ -143,7 +146,7 @@ class DecodeScheduler:
         sequence.token_ids.append(sample.token_id)
         if sequence.first_token is None:
             sequence.first_token, sequence.first_token_s = sample, now_s
-        if sequence.state is not State.DECODING:
+        if sequence not in self._decoding:
             self._forget(sequence)
             self._decoding.add(sequence)
             sequence.move(State.DECODING)
@@ -151,11 +154,19 @@ class DecodeScheduler:
             self.end(sequence, State.FINISHED)
         return token
 
+    def _choose_batch(self) -> None:
+        """Lets the first `max_batch_size` decode; those that rank behind pause, with their KV."""
+        limit = self.limits.max_batch_size or self.limits.max_num_seqs
+        for index, sequence in enumerate(self._decoding):
+            state = State.DECODING if index < limit else State.PAUSED
+            if sequence.state is not state:
+                sequence.move(state)
+
     def _grow_running(self) -> list[Sequence]:
-        """Gives each decoding sequence the slot of its next token, evicting where there is none. Answers those that
+        """Gives each sequence of the batch the slot of its next token, evicting where there is none. Answers those that
         have it; the others wait for blocks of a victim whose transfer is still being stopped."""
         ready = []
-        for sequence in list(self._decoding):
+        for sequence in [each for each in self._decoding if each.state is State.DECODING]:
             while not sequence.is_over:
                 if self.holdings.grow(sequence, sequence.num_tokens):
                     ready.append(sequence)
@@ -163,8 +174,7 @@ class DecodeScheduler:
                 if self.holdings.num_departing_blocks > 0:
                     break
                 self.end(self._victim(), State.EVICTED, "no KV block for the next token")
-        # One grown early may have been evicted for a later one.
-        return [sequence for sequence in ready if not sequence.is_over]
+        return ready
 
     def _victim(self) -> Sequence:
         """The youngest of the lowest class, never the oldest unless it is alone in a pool that could not grow;
@@ -178,7 +188,7 @@ class DecodeScheduler:
     def _admit(self, now_s: float) -> None:
         num_passed_over = 0
         for sequence in self._waiting.snapshot(self.limits.max_num_seqs + MAX_PASSED_OVER):
-            if self.num_running >= self.limits.max_num_seqs or num_passed_over >= MAX_PASSED_OVER:
+            if num_passed_over >= MAX_PASSED_OVER:
                 return
             if not self.holdings.can_ever_hold(sequence.num_tokens + 1):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
@@ -187,12 +197,9 @@ class DecodeScheduler:
             if source is not None and not self._may_reserve(source, sequence.num_tokens):
                 num_passed_over += 1
                 continue
-            # A whole input may be reused when the first token comes from elsewhere; computing it needs one token.
-            max_cached = sequence.num_tokens if source is not None else sequence.num_tokens - 1
-            # One block for each running sequence stays free, so that admission does not cause eviction at once.
-            headroom = len(self._decoding)
-            if not self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom):
-                return
+            while not self._seat(sequence, source):
+                if not self._preempt_for(sequence):
+                    return
             self._waiting.discard(sequence)
             sequence.started_s = now_s
             if source is not None:
@@ -203,6 +210,38 @@ class DecodeScheduler:
             else:
                 self._prefilling.add(sequence)
                 sequence.move(State.PREFILLING)
+
+    def _seat(self, sequence: Sequence, source: str | None) -> bool:
+        """Gives a sequence a seat and its blocks, or nothing."""
+        if self.num_running >= self.limits.max_num_seqs:
+            return False
+        # A whole input may be reused when the first token comes from elsewhere; computing it needs one token.
+        max_cached = sequence.num_tokens if source is not None else sequence.num_tokens - 1
+        # One block for each running sequence stays free, so that admission does not cause eviction at once.
+        return self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom=len(self._decoding))
+
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Evicts one sequence of a lower class that ranks behind, if that can make room; answers whether room is there
+        to be tried again. Never for an equal, never the oldest, and none more often than the cap."""
+        holders = [*self._decoding, *self._prefilling, *self._fetching]
+        rank, priority = self._waiting.rank(sequence), sequence.request.priority
+        victims = [
+            holder
+            for holder in holders
+            if holder.request.priority < priority
+            and self._waiting.rank(holder) > rank
+            and holder.request.num_evictions < self.limits.max_preemptions
+        ]
+        if victims and oldest(holders) in victims:
+            victims.remove(oldest(holders))
+        num_freed = sum(len(victim.block_table) for victim in victims)
+        num_needed = self.holdings.num_blocks(sequence.num_tokens + 1) + len(self._decoding)
+        if not victims or self.holdings.pool.num_available + num_freed < num_needed:
+            return False
+        victim = youngest_of_lowest_class(victims)
+        self.end(victim, State.EVICTED, "a request of a higher class took its place")
+        # Blocks under a transfer come back later, and with them the chance to try again.
+        return victim.num_pins == 0
 
     def _may_reserve(self, source: str, num_tokens: int) -> bool:
         reserved = self._reserved_tokens[source]

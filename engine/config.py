@@ -44,7 +44,12 @@ class WorkerConfig:
     """How long SIGTERM waits for running requests before they are given back to the router."""
 
     max_num_seqs: int = field(default=64, metadata=_in("Scheduling", min=1))
-    """Most sequences that hold KV blocks at once."""
+    """Most sequences that hold KV blocks at once: seats."""
+    max_batch_size: int | None = field(default=None, metadata=_in("Scheduling", min=1))
+    """Decode pool only: most sequences that get a token in one step; those that rank behind keep their KV and pause.
+    Default: --max-num-seqs."""
+    max_preemptions: int = field(default=3, metadata=_in("Scheduling", min=0))
+    """Decode pool only: how often a request may be evicted so that one of a higher class gets in."""
     max_num_batched_tokens: int = field(default=512, metadata=_in("Scheduling", min=1))
     """Most tokens computed in one step."""
     chunk_size: int = field(default=512, metadata=_in("Scheduling", min=1))

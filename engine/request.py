@@ -74,6 +74,8 @@ class Request:
     """Waiting time before this attempt."""
     tenant: str = ""
     """Whose cached prefixes may be used."""
+    num_evictions: int = 0
+    """How often earlier attempts were evicted for others."""
 
     @property
     def num_input_tokens(self) -> int:

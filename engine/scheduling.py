@@ -24,13 +24,17 @@ class Limits:
     max_model_len: int
     """Most tokens of prompt and output together."""
     max_num_seqs: int
-    """Most sequences that hold KV at once."""
+    """Most sequences that hold KV at once: seats."""
     max_num_batched_tokens: int
     """Most tokens a step computes; at least `max_num_seqs` where sequences decode."""
     chunk_size: int
     """Most tokens of one sequence that a step computes."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end generation."""
+    max_batch_size: int | None = None
+    """Most sequences that decode in one step; those that rank behind keep their KV and pause. None: all seats."""
+    max_preemptions: int = 3
+    """How often a request may be evicted so that one of a higher class gets in."""
     ageing_s: float = AGEING_S
     """Seconds of waiting that weigh as much as one class of priority."""
 

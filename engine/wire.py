@@ -59,6 +59,7 @@ def request_from_attempt(attempt: worker_pb2.Attempt, fingerprint: str, vocab_si
         priority=_PRIORITIES[attempt.priority],
         waited_ms=attempt.waited_ms,
         tenant=attempt.tenant,
+        num_evictions=attempt.num_evictions,
     )
 
 

@@ -259,6 +259,8 @@ class Worker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunk_size=config.chunk_size,
             eos_token_ids=model.eos_token_ids,
+            max_batch_size=config.max_batch_size,
+            max_preemptions=config.max_preemptions,
             ageing_s=config.priority_ageing_s,
         )
         pool = BlockPool(memory.num_blocks, ceiling)

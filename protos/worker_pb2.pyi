@@ -20,7 +20,7 @@ OUTCOME_KV_LOST: Outcome
 OUTCOME_EVICTED: Outcome
 
 class Attempt(_message.Message):
-    __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant")
+    __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant", "num_evictions")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Attempt(_message.Message):
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -39,7 +40,8 @@ class Attempt(_message.Message):
     waited_ms: int
     fingerprint: str
     tenant: str
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., waited_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    num_evictions: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., waited_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., num_evictions: _Optional[int] = ...) -> None: ...
 
 class PrefillRunRequest(_message.Message):
     __slots__ = ("attempt",)

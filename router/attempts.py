@@ -47,8 +47,12 @@ class AttemptFailed(BatonError):
 
     reason = "ATTEMPT_FAILED"
 
-    def __init__(self, message: str, culprit: Incarnation | None, worker_died: bool = False) -> None:
+    def __init__(
+        self, message: str, culprit: Incarnation | None, worker_died: bool = False, evicted: bool = False
+    ) -> None:
         super().__init__(message)
+        self.evicted = evicted
+        """Whether decode gave it back for others."""
         self.culprit = culprit
         """The worker that the next attempt had better avoid."""
         self.worker_died = worker_died
@@ -81,6 +85,8 @@ class Attempt:
     """Parent of the workers' spans."""
     tenant: str = ""
     """Whose cached prefixes may be used."""
+    num_evictions: int = 0
+    """How often earlier attempts were evicted."""
     router_id: str = ""
     """Names the Attach stream that decode sends tokens on."""
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -146,7 +152,8 @@ class Attempt:
                 await asyncio.wait([prefilling], timeout=VERDICT_S)
                 error = prefilling.exception() if prefilling.done() else None
                 died = isinstance(error, AttemptFailed) and error.worker_died
-        return AttemptFailed(f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}", culprit, worker_died=died)
+        text = f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}"
+        return AttemptFailed(text, culprit, died, evicted=record.outcome == worker_pb2.OUTCOME_EVICTED)
 
     def _on_token(self, token: worker_pb2.DecodedToken) -> None:
         """A token from decode: its copy of the KV is good."""
@@ -177,6 +184,7 @@ class Attempt:
             waited_ms=self.waited_ms,
             fingerprint=self.decode.description.model.fingerprint,
             tenant=self.tenant,
+            num_evictions=self.num_evictions,
         )
 
     async def _prefill(

@@ -56,7 +56,7 @@ class Dispatcher:
         self, answer: Answer, session: SessionRecord | None, parent: Span
     ) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
-        num_deaths, num_failures, avoided = 0, 0, set[Incarnation]()
+        num_deaths, num_failures, num_evictions, avoided = 0, 0, 0, set[Incarnation]()
         first_dispatch_s: float | None = None
         attempt_number = 0
         while True:
@@ -65,7 +65,7 @@ class Dispatcher:
             first_dispatch_s = first_dispatch_s or time.monotonic()
             num_before = len(answer.token_ids)
             try:
-                served = await self._attempt(answer, decode, prefill, attempt_number, parent)
+                served = await self._attempt(answer, decode, prefill, attempt_number, num_evictions, parent)
             except AttemptFailed as failure:
                 if answer.matched_stop is not None:
                     # The stop string was found before the worker went: nothing is missing.
@@ -74,6 +74,7 @@ class Dispatcher:
                     progressed = len(answer.token_ids) > num_before
                     num_deaths = 0 if progressed else num_deaths + failure.worker_died
                     num_failures = 0 if progressed else num_failures + 1
+                    num_evictions += failure.evicted
                     LOG.warning("%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
                     if num_deaths >= MAX_DEATHS or num_failures >= MAX_FAILURES:
                         raise Unavailable(
@@ -89,11 +90,19 @@ class Dispatcher:
             return _finish(answer, served, decode, prefill, attempt_number, queue_ms), decode
 
     async def _attempt(
-        self, answer: Answer, decode: Incarnation, prefill: Incarnation | None, number: int, parent: Span
+        self,
+        answer: Answer,
+        decode: Incarnation,
+        prefill: Incarnation | None,
+        number: int,
+        num_evictions: int,
+        parent: Span,
     ) -> Served:
         span = self._telemetry.start_span("baton.attempt", parent=parent)
         waited_ms = round(1000 * (time.monotonic() - answer.arrived_s))
-        attempt = Attempt(answer, decode, prefill, waited_ms, span, router_id=self._router_id)
+        attempt = Attempt(
+            answer, decode, prefill, waited_ms, span, num_evictions=num_evictions, router_id=self._router_id
+        )
         span.set_attributes(
             {
                 "baton.attempt_id": attempt.attempt_id.hex(),

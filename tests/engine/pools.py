@@ -45,6 +45,7 @@ def make_request(
     priority: Priority = Priority.NORMAL,
     waited_ms: int = 0,
     tenant: str = "",
+    num_evictions: int = 0,
     **sampling: Any,
 ) -> Request:
     return Request(
@@ -56,6 +57,7 @@ def make_request(
         priority=priority,
         waited_ms=waited_ms,
         tenant=tenant,
+        num_evictions=num_evictions,
     )
 
 

@@ -50,14 +50,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_tokens=st.integers(0, 8),
         chunk_size=st.integers(1, 8),
         reserved=st.integers(1, 24),
+        max_batch_size=st.none() | st.integers(1, 4),
+        max_preemptions=st.integers(0, 2),
     )
     def create(
-        self, num_blocks: int, ceiling: int, max_num_seqs: int, extra_tokens: int, chunk_size: int, reserved: int
+        self,
+        num_blocks: int,
+        ceiling: int,
+        max_num_seqs: int,
+        extra_tokens: int,
+        chunk_size: int,
+        reserved: int,
+        max_batch_size: int | None,
+        max_preemptions: int,
     ) -> None:
         self.holdings = make_holdings(min(num_blocks, ceiling), ceiling)
         budget = max_num_seqs + extra_tokens
         self.limits = make_limits(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=min(chunk_size, budget)
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            chunk_size=min(chunk_size, budget),
+            max_batch_size=max_batch_size,
+            max_preemptions=max_preemptions,
         )
         self.scheduler = self.make_scheduler(reserved)
 
