@@ -1,15 +1,18 @@
-"""Baton from Python: `from baton import Client, AsyncClient`. Light: no torch, and no server code is imported."""
+"""Baton from Python: `from baton import LLM, Client, AsyncClient`. Light: no torch, no model code is imported."""
 
 from __future__ import annotations
 
 from baton.answers import Chunk, Completion, Finish, Sampling, ServedBy, Timing, Token, Usage
 from baton.client import AsyncClient, Client
+from baton.llm import LLM, Config
 
 __all__ = [
+    "LLM",
     "AsyncClient",
     "Chunk",
     "Client",
     "Completion",
+    "Config",
     "Finish",
     "Sampling",
     "ServedBy",

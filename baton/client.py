@@ -7,7 +7,7 @@ its end (break, close, cancellation) cancels the request, and its KV is freed. N
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -56,7 +56,7 @@ class Client:
         priority: Priority | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Streams an answer; the last chunk has `finish`.
 
         Give one of `prompt` (text as it is), `messages` ([{"role": "user", "content": "..."}], laid out by the model's
@@ -93,7 +93,7 @@ class Client:
         existed: bool = self._call(self._stub.EndSession, request).existed
         return existed
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Iterator[Chunk]:
+    def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Generator[Chunk, None, None]:
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             for response in call:

@@ -50,6 +50,12 @@ class ServeConfig:
 
     max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that hold KV blocks at once, a worker."""
+    max_batch_size: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Most sequences that get a token in one decode step; others keep their KV and pause."""
+    max_preemptions: int | None = field(default=None, metadata=_in("Workers", min=0))
+    """How often a request may be evicted so that one of a higher class gets in."""
+    priority_ageing_s: float | None = field(default=None, metadata=_in("Workers", min=0.001))
+    """Seconds of waiting that weigh as much as one class of priority."""
     max_num_batched_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most tokens computed in one step."""
     chunk_size: int | None = field(default=None, metadata=_in("Workers", min=1))
