@@ -50,6 +50,8 @@ class ServeConfig:
 
     max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that hold KV blocks at once, a worker."""
+    batch_schedule: Literal["dynamic", "static"] | None = field(default=None, metadata=_in("Workers"))
+    """"dynamic" is continuous batching; "static" is the baseline that holds a batch until its longest member ends."""
     max_batch_size: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that get a token in one decode step; others keep their KV and pause."""
     max_preemptions: int | None = field(default=None, metadata=_in("Workers", min=0))

@@ -25,6 +25,7 @@ WORKER_OPTIONS = (
     "dtype",
     "max_model_len",
     "max_num_seqs",
+    "batch_schedule",
     "max_batch_size",
     "max_preemptions",
     "priority_ageing_s",

@@ -9,6 +9,9 @@ When growth finds no block, the youngest sequence of the lowest class is evicted
 something always finishes. A sequence that outranks others of a lower class pauses them (the batch is the first
 `max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received nothing are
 bounded for each source: they are blocks lent to a prefilling worker's queue.
+
+Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
+runs, and no token before all of it is there.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class DecodeScheduler:
         self._sources: dict[Sequence, str] = {}  # of those that wait and those that fetch
         self._reserved_tokens: Counter[str] = Counter()  # by source: the sum over its fetches
         self._starting: list[Sequence] = []
+        self._is_closed = False  # static batching: the batch has begun
 
     def add(self, sequence: Sequence, source: str | None) -> None:
         """Queues a sequence whose KV comes from `source`, or is computed here when that is None. A sequence whose
@@ -56,7 +60,10 @@ class DecodeScheduler:
         plan, limits = Plan(), self.limits
         self._choose_batch()
         ready = self._grow_running()
-        self._admit(now_s)
+        if limits.is_static:
+            ready = self._close_batch(ready, now_s)
+        else:
+            self._admit(now_s)
         # One that was ready may have been evicted since, for growth or for a higher class.
         fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_batched_tokens)
         fill(plan, self._prefilling, limits.chunk_size, limits.max_num_batched_tokens)
@@ -161,6 +168,18 @@ class DecodeScheduler:
             state = State.DECODING if index < limit else State.PAUSED
             if sequence.state is not state:
                 sequence.move(state)
+
+    def _close_batch(self, ready: list[Sequence], now_s: float) -> list[Sequence]:
+        """Static batching: a batch is filled from what waits once the one before has ended to its last member. It is
+        closed by its first step, which waits until all its members have arrived."""
+        if self.num_running == 0:
+            self._is_closed = False
+        if not self._is_closed:
+            self._admit(now_s)
+        if self._fetching or self._prefilling:
+            return []
+        self._is_closed = bool(ready)
+        return ready
 
     def _grow_running(self) -> list[Sequence]:
         """Gives each sequence of the batch the slot of its next token, evicting where there is none. Answers those that

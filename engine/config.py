@@ -43,6 +43,9 @@ class WorkerConfig:
     drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
     """How long SIGTERM waits for running requests before they are given back to the router."""
 
+    batch_schedule: Literal["dynamic", "static"] = field(default="dynamic", metadata=_in("Scheduling"))
+    """Decode pool only: "dynamic" is continuous batching; "static" closes a batch and holds it until its longest member
+    ends, as a baseline for measurements."""
     max_num_seqs: int = field(default=64, metadata=_in("Scheduling", min=1))
     """Most sequences that hold KV blocks at once: seats."""
     max_batch_size: int | None = field(default=None, metadata=_in("Scheduling", min=1))

@@ -33,6 +33,8 @@ class Limits:
     """Ids that end generation."""
     max_batch_size: int | None = None
     """Most sequences that decode in one step; those that rank behind keep their KV and pause. None: all seats."""
+    is_static: bool = False
+    """Decode pool: static batching, the baseline; see `decode_svc.scheduler`."""
     max_preemptions: int = 3
     """How often a request may be evicted so that one of a higher class gets in."""
     ageing_s: float = AGEING_S

@@ -83,6 +83,8 @@ class Sequence:
     """Told of every move, after it."""
     state: State = State.QUEUED
     """Changed by `move` alone."""
+    is_over: bool = False
+    """Whether the state is terminal on this worker; kept beside it because every step asks for every sequence."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt, then output."""
     num_computed: int = 0
@@ -130,11 +132,6 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the state is terminal on this worker."""
-        return self.state in TERMINAL
-
-    @property
     def since_s(self) -> float:
         """Since when the request waits, on this worker's clock: earlier attempts and hops are counted as waiting."""
         return self.arrived_s - self.request.waited_ms / 1000.0
@@ -144,6 +141,7 @@ class Sequence:
         source = self.state
         assert target in self.moves.get(source, frozenset()), f"illegal move {source.value} -> {target.value}"
         self.state = target
+        self.is_over = target in TERMINAL
         if self.observer is not None:
             self.observer(self, source, target)
 

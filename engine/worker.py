@@ -260,6 +260,7 @@ class Worker:
             chunk_size=config.chunk_size,
             eos_token_ids=model.eos_token_ids,
             max_batch_size=config.max_batch_size,
+            is_static=config.batch_schedule == "static",
             max_preemptions=config.max_preemptions,
             ageing_s=config.priority_ageing_s,
         )

@@ -329,6 +329,27 @@ def test_a_higher_class_takes_blocks():
     assert (low.state, high.state) == (State.EVICTED, State.DECODING)
 
 
+def test_a_static_batch_is_held_until_its_longest_member_ends():
+    d = Decode(max_num_seqs=2, is_static=True)
+    short, long = d.add(3, first=100, max_tokens=2), d.add(3, first=200, max_tokens=4)
+    late = d.add(3, first=300)
+    d.step()
+    assert d.step() == [(short, 1), (long, 1)] and short.state is State.FINISHED
+    assert d.step() == [(long, 1)] and late.state is State.QUEUED
+    assert d.step() == [(long, 1)] and long.state is State.FINISHED
+    d.step()
+    assert late.state is State.DECODING
+
+
+def test_a_static_batch_waits_for_all_its_members():
+    d = Decode(is_static=True)
+    here, there = d.add(3, first=100), d.add(3, "p", first=200)
+    d.step()
+    assert d.step() == [] and here.state is State.DECODING
+    d.arrive(there)
+    assert d.step() == [(here, 1), (there, 1)]
+
+
 def test_seats():
     d = Decode(max_num_seqs=2)
     a, b, c = d.add(3, first=100), d.add(3, "p", first=200), d.add(3, first=300)
