@@ -64,6 +64,17 @@ async def until_load(workers: list[Process], wanted: Callable[[inference_pb2.Wor
     return watching[first]
 
 
+MANY = 24
+"""Long prompts that keep two prefill workers busy for far longer than a load report takes to arrive."""
+
+
+async def busy_prefill(system: System) -> Process:
+    """A prefill worker that computes and still has most of `MANY` long prompts before it."""
+    return await until_load(
+        system.prefills, lambda load: load.num_running > 0 and load.num_queued_tokens > MANY // 4 * len(long_prompt())
+    )
+
+
 async def running_decode(system: System) -> Process:
     """The decode worker that runs something."""
     return await until_load(system.decodes, lambda load: load.num_running > 0)
