@@ -5,8 +5,8 @@
 3. DECODING: a token each step; a new block when the last is full.
 4. FINISHED, or at any time EVICTED, CANCELLED, FAILED: the blocks are given back, the prefix cache may keep them.
 
-When growth finds no block, the youngest sequence of the lowest class is evicted; the oldest one never is, so that
-something always finishes. A sequence that outranks others of a lower class pauses them (the batch is the first
+When growth finds no block, the sequence that ranks last is evicted; the oldest one never is, so that something always
+finishes. A sequence that outranks others of a lower class pauses them (the batch is the first
 `max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received nothing are
 bounded for each source: they are blocks lent to a prefilling worker's queue.
 
@@ -20,7 +20,7 @@ from collections import Counter
 
 from engine.holdings import Holdings
 from engine.planning import Plan, fill
-from engine.ranking import RankedQueue, oldest, youngest_of_lowest_class
+from engine.ranking import RankedQueue, oldest
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
@@ -196,13 +196,14 @@ class DecodeScheduler:
         return ready
 
     def _victim(self) -> Sequence:
-        """The youngest of the lowest class, never the oldest unless it is alone in a pool that could not grow;
-        reservations that hold nothing yet go first."""
-        holders = [*self._decoding, *self._prefilling, *self._fetching]
+        """The last by rank; never the oldest, unless it is alone in a pool that could not grow."""
+        holders = self._holders()
         never = oldest(holders)
-        others = [sequence for sequence in holders if sequence is not never]
-        empty = [sequence for sequence in others if self._fetching.get(sequence)]
-        return youngest_of_lowest_class(empty or others or holders)
+        others = [holder for holder in holders if holder is not never]
+        return max(others or holders, key=self._waiting.rank)
+
+    def _holders(self) -> list[Sequence]:
+        return [*self._decoding, *self._prefilling, *self._fetching]
 
     def _admit(self, now_s: float) -> None:
         num_passed_over = 0
@@ -217,7 +218,7 @@ class DecodeScheduler:
                 num_passed_over += 1
                 continue
             while not self._seat(sequence, source):
-                if not self._preempt_for(sequence):
+                if not self._preempt_for(sequence, source):
                     return
             self._waiting.discard(sequence)
             sequence.started_s = now_s
@@ -234,30 +235,32 @@ class DecodeScheduler:
         """Gives a sequence a seat and its blocks, or nothing."""
         if self.num_running >= self.limits.max_num_seqs:
             return False
-        # A whole input may be reused when the first token comes from elsewhere; computing it needs one token.
-        max_cached = sequence.num_tokens if source is not None else sequence.num_tokens - 1
         # One block for each running sequence stays free, so that admission does not cause eviction at once.
-        return self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom=len(self._decoding))
+        max_cached, headroom = _max_cached(sequence, source), len(self._decoding)
+        return self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom)
 
-    def _preempt_for(self, sequence: Sequence) -> bool:
-        """Evicts one sequence of a lower class that ranks behind, if that can make room; answers whether room is there
+    def _preempt_for(self, sequence: Sequence, source: str | None) -> bool:
+        """Evicts the last by rank of a lower class, if all that may be evicted make room; answers whether room is there
         to be tried again. Never for an equal, never the oldest, and none more often than the cap."""
-        holders = [*self._decoding, *self._prefilling, *self._fetching]
+        if self.num_running < self.limits.max_num_seqs and self.holdings.num_departing_blocks > 0:
+            # Blocks are short, and some come back by themselves: they may be enough.
+            return False
+        holders = self._holders()
         rank, priority = self._waiting.rank(sequence), sequence.request.priority
-        victims = [
+        never = oldest(holders) if holders else None
+        victims = {
             holder
             for holder in holders
-            if holder.request.priority < priority
+            if holder is not never
+            and holder.request.priority < priority
             and self._waiting.rank(holder) > rank
             and holder.request.num_evictions < self.limits.max_preemptions
-        ]
-        if victims and oldest(holders) in victims:
-            victims.remove(oldest(holders))
-        num_freed = sum(len(victim.block_table) for victim in victims)
-        num_needed = self.holdings.num_blocks(sequence.num_tokens + 1) + len(self._decoding)
-        if not victims or self.holdings.pool.num_available + num_freed < num_needed:
+        }
+        headroom = sum(1 for running in self._decoding if running not in victims)
+        num_tokens, max_cached = sequence.num_tokens + 1, _max_cached(sequence, source)
+        if not victims or not self.holdings.would_admit(sequence, num_tokens, max_cached, headroom, without=victims):
             return False
-        victim = youngest_of_lowest_class(victims)
+        victim = max(victims, key=self._waiting.rank)
         self.end(victim, State.EVICTED, "a request of a higher class took its place")
         # Blocks under a transfer come back later, and with them the chance to try again.
         return victim.num_pins == 0
@@ -276,3 +279,8 @@ class DecodeScheduler:
             self._reserved_tokens[source] -= self._fetching.pop(sequence, 0)
             if not self._reserved_tokens[source]:
                 del self._reserved_tokens[source]
+
+
+def _max_cached(sequence: Sequence, source: str | None) -> int:
+    """Tokens that may be reused: a whole input when the first token comes from elsewhere; computing it needs one."""
+    return sequence.num_tokens if source is not None else sequence.num_tokens - 1

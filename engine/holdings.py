@@ -9,7 +9,7 @@ once nothing touches them any more (`num_pins` is 0).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from engine.sequence import Sequence
 from kvstore.blocks import BlockPool, OutOfBlocks
@@ -57,6 +57,19 @@ class Holdings:
         sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
         self._holders.add(sequence)
         return True
+
+    def would_admit(
+        self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, headroom: int, without: Collection[Sequence]
+    ) -> bool:
+        """Whether `admit` would succeed once the sequences in `without`, and those that are over, have let go."""
+        held = {
+            block
+            for holder in self._holders
+            if not holder.is_over and holder not in without
+            for block in holder.block_table
+        }
+        num_shared = sum(1 for block in self.cached_prefix(sequence, max_cached_tokens) if block in held)
+        return self.num_blocks(num_tokens) - num_shared + headroom <= self.pool.num_total - len(held)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends a table to `num_tokens` positions; answers whether there were blocks for it."""

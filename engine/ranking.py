@@ -60,11 +60,6 @@ class RankedQueue:
         return self._sequences[:num_sequences]
 
 
-def youngest_of_lowest_class(sequences: Iterable[Sequence]) -> Sequence:
-    """Whom growth takes blocks from."""
-    return max(sequences, key=lambda sequence: (-sequence.request.priority, sequence.since_s))
-
-
 def oldest(sequences: Iterable[Sequence]) -> Sequence:
     """Who is never a victim."""
     return min(sequences, key=lambda sequence: sequence.since_s)

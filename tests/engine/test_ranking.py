@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import make_request
 
-from engine.ranking import RankedQueue, oldest, youngest_of_lowest_class
+from engine.ranking import RankedQueue, oldest
 from engine.request import Priority
 from engine.sequence import DECODE_MOVES, Sequence
 
@@ -47,10 +47,10 @@ def test_equals_keep_their_order_of_arrival():
     assert order(first, second, third) == [first, second, third]
 
 
-def test_victims_are_the_youngest_of_the_lowest_class_and_never_the_oldest():
-    old_low, low, normal = make(0.0, Priority.LOW), make(2.0, Priority.LOW), make(9.0)
-    assert youngest_of_lowest_class([old_low, low, normal]) is low
-    assert oldest([normal, low, old_low]) is old_low
+def test_the_oldest_is_who_waits_longest_whatever_its_class():
+    old_low, low, waited = make(1.0, Priority.LOW), make(2.0, Priority.LOW), make(9.0, waited_ms=8_500)
+    assert oldest([low, old_low]) is old_low
+    assert oldest([waited, low, old_low]) is waited
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from(Priority), st.booleans()), max_size=40), st.integers())

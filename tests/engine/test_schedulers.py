@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pools import make_holdings, make_limits, make_sequence
+from driven import Decode, Prefill
 
-from decode_svc.scheduler import DecodeScheduler
 from engine.request import Priority, Sample
-from engine.sequence import DECODE_MOVES, PREFILL_MOVES, Sequence, State
-from prefill_svc.scheduler import PrefillScheduler
-
-
-class Prefill:
-    def __init__(self, num_blocks=100, **limits):
-        self.holdings = make_holdings(num_blocks)
-        self.scheduler = PrefillScheduler(self.holdings, make_limits(**{"max_model_len": 400, **limits}))
-        self.now_s = 0.0
-
-    def add(self, length, credit=True, first=1, **request) -> Sequence:
-        self.now_s += 1
-        sequence = make_sequence(range(first, first + length), PREFILL_MOVES, self.now_s, **request)
-        self.scheduler.add(sequence)
-        if credit:
-            self.scheduler.credit(sequence)
-        return sequence
-
-    def step(self):
-        plan = self.scheduler.plan(self.now_s)
-        took = [(part.sequence, part.num_tokens) for part in plan.slices]
-        self.scheduler.commit(plan, [Sample(1) for part in plan.slices if part.samples], self.now_s)
-        return took
+from engine.sequence import State
 
 
 def test_prefill_packs_chunks_of_many_prompts_into_a_step():
@@ -121,34 +98,6 @@ def test_a_cancel_between_plan_and_commit_keeps_the_blocks_until_the_commit():
     assert p.holdings.pool.num_used == 2
     assert p.scheduler.commit(plan, [Sample(1)], 0.0) == []
     assert (p.holdings.pool.num_used, p.holdings.pool.num_cached) == (0, 0), "half-known content is not kept"
-
-
-class Decode:
-    def __init__(self, num_blocks=100, reserved=1000, **limits):
-        self.holdings = make_holdings(num_blocks)
-        merged = {"max_model_len": num_blocks * 4, "max_num_batched_tokens": 64, "chunk_size": 64, **limits}
-        self.scheduler = DecodeScheduler(self.holdings, make_limits(**merged), reserved)
-        self.now_s = 0.0
-
-    def add(self, length, source=None, first=1, **request) -> Sequence:
-        self.now_s += 1
-        sequence = make_sequence(
-            range(first, first + length), DECODE_MOVES, self.now_s, **{"max_tokens": 99, **request}
-        )
-        self.scheduler.add(sequence, source)
-        return sequence
-
-    def step(self):
-        plan = self.scheduler.plan(self.now_s)
-        for sequence in self.scheduler.take_fetches():
-            sequence.num_pins += 1
-        took = [(part.sequence, part.num_tokens) for part in plan.slices]
-        self.scheduler.commit(plan, [Sample(1) for part in plan.slices if part.samples], self.now_s)
-        return took
-
-    def arrive(self, sequence: Sequence) -> None:
-        self.scheduler.fetched(sequence, Sample(1), self.now_s)
-        self.holdings.unpin(sequence)
 
 
 def test_decode_rows_come_before_prefill_chunks():

@@ -1,0 +1,86 @@
+"""Whom decode takes seats and blocks from: never more than helps, never for one that ranks behind."""
+
+from __future__ import annotations
+
+from driven import Decode
+
+from engine.request import Priority
+from engine.sequence import State
+
+
+def test_victims_leave_no_headroom_behind():
+    d = Decode(num_blocks=4, max_num_seqs=3, max_batch_size=1)
+    d.add(5, first=100, priority=Priority.LOW)
+    normal = d.add(3, first=200)
+    d.step()
+    high = d.add(3, first=300, priority=Priority.HIGH)
+    d.step()
+    # One block free, one from the victim: one for the input, one kept for the only sequence that still decodes.
+    assert (normal.state, high.state) == (State.EVICTED, State.DECODING)
+
+
+def test_nobody_is_preempted_for_blocks_that_others_share():
+    d = Decode(num_blocks=8, max_num_seqs=9)
+    d.add(9, first=100)
+    d.step()
+    low = d.add(10, first=100, priority=Priority.LOW)
+    d.step()
+    assert low.num_cached == 8
+    high = d.add(16, first=300, priority=Priority.HIGH)
+    d.step()
+    assert (low.state, high.state) == (State.DECODING, State.QUEUED), "of its three blocks two would stay"
+
+
+def test_a_prefix_that_others_hold_need_not_be_made_room_for():
+    d = Decode(num_blocks=8, max_num_seqs=9)
+    d.add(9, first=100)
+    d.step()
+    low = d.add(9, first=200, priority=Priority.LOW)
+    d.step()
+    high = d.add(15, first=100, priority=Priority.HIGH)
+    d.step()
+    assert (low.state, high.state) == (State.EVICTED, State.DECODING)
+    assert high.num_cached == 8
+
+
+def test_no_second_victim_while_the_transfer_of_the_first_is_being_stopped():
+    d = Decode(num_blocks=11, max_num_seqs=9)
+    d.add(3, first=100)
+    d.step()
+    spared, victim = d.add(11, first=200, priority=Priority.LOW), d.add(11, "p", first=300, priority=Priority.LOW)
+    d.step()
+    high = d.add(11, first=400, priority=Priority.HIGH)
+    for _ in range(3):
+        d.step()
+        assert (victim.state, spared.state, high.state) == (State.EVICTED, State.DECODING, State.QUEUED)
+    d.holdings.unpin(victim)
+    d.step()
+    assert (spared.state, high.state) == (State.DECODING, State.DECODING)
+
+
+def step_until_one_is_evicted(d: Decode) -> None:
+    live = d.scheduler.live()
+    while not any(sequence.is_over for sequence in live):
+        d.step()
+
+
+def test_growth_of_a_lower_class_does_not_take_the_reservation_of_a_higher():
+    d = Decode(num_blocks=7)
+    low = [d.add(3, first=100), d.add(7, first=200, priority=Priority.LOW)][1]
+    d.step()
+    high = d.add(7, "p", first=300, priority=Priority.HIGH)
+    d.step()
+    step_until_one_is_evicted(d)
+    assert (low.state, high.state) == (State.EVICTED, State.FETCHING)
+
+
+def test_growth_spares_a_lower_class_that_has_waited_longer_than_classes_weigh():
+    d = Decode(num_blocks=8)
+    patient = [d.add(6, first=100), d.add(6, first=200, priority=Priority.LOW, waited_ms=500)][1]
+    d.step()
+    d.now_s += 60
+    urgent = d.add(5, "p", first=300, priority=Priority.HIGH)
+    d.step()
+    d.scheduler.received(urgent)
+    step_until_one_is_evicted(d)
+    assert (patient.state, urgent.state) == (State.DECODING, State.EVICTED)
