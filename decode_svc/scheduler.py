@@ -11,7 +11,7 @@ finishes. A sequence that outranks others of a lower class pauses them (the batc
 bounded for each source: they are blocks lent to a prefilling worker's queue.
 
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
-runs, and no token before all of it is there.
+runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class DecodeScheduler:
         self._sources: dict[Sequence, str] = {}  # of those that wait and those that fetch
         self._reserved_tokens: Counter[str] = Counter()  # by source: the sum over its fetches
         self._starting: list[Sequence] = []
-        self._is_closed = False  # static batching: the batch has begun
+        self._batch_size = min(limits.max_num_seqs, limits.max_batch_size or limits.max_num_seqs)
+        self._num_places_given = 0  # static batching only: in the batch being filled; all of them once it runs
 
     def add(self, sequence: Sequence, source: str | None) -> None:
         """Queues a sequence whose KV comes from `source`, or is computed here when that is None. A sequence whose
@@ -163,9 +164,8 @@ class DecodeScheduler:
 
     def _choose_batch(self) -> None:
         """Lets the first `max_batch_size` decode; those that rank behind pause, with their KV."""
-        limit = self.limits.max_batch_size or self.limits.max_num_seqs
         for index, sequence in enumerate(self._decoding):
-            state = State.DECODING if index < limit else State.PAUSED
+            state = State.DECODING if index < self._batch_size else State.PAUSED
             if sequence.state is not state:
                 sequence.move(state)
 
@@ -173,12 +173,13 @@ class DecodeScheduler:
         """Static batching: a batch is filled from what waits once the one before has ended to its last member. It is
         closed by its first step, which waits until all its members have arrived."""
         if self.num_running == 0:
-            self._is_closed = False
-        if not self._is_closed:
+            self._num_places_given = 0
+        if self._has_seat():
             self._admit(now_s)
         if self._fetching or self._prefilling:
             return []
-        self._is_closed = bool(ready)
+        if self._decoding:
+            self._num_places_given = self._batch_size
         return ready
 
     def _grow_running(self) -> list[Sequence]:
@@ -221,6 +222,7 @@ class DecodeScheduler:
                 if not self._preempt_for(sequence, source):
                     return
             self._waiting.discard(sequence)
+            self._num_places_given += 1
             sequence.started_s = now_s
             if source is not None:
                 self._fetching[sequence] = sequence.num_tokens
@@ -233,16 +235,23 @@ class DecodeScheduler:
 
     def _seat(self, sequence: Sequence, source: str | None) -> bool:
         """Gives a sequence a seat and its blocks, or nothing."""
-        if self.num_running >= self.limits.max_num_seqs:
+        if not self._has_seat():
             return False
         # One block for each running sequence stays free, so that admission does not cause eviction at once.
         max_cached, headroom = _max_cached(sequence, source), len(self._decoding)
         return self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom)
 
+    def _has_seat(self) -> bool:
+        if self.limits.is_static:
+            return self._num_places_given < self._batch_size
+        return self.num_running < self.limits.max_num_seqs
+
     def _preempt_for(self, sequence: Sequence, source: str | None) -> bool:
         """Evicts the last by rank of a lower class, if all that may be evicted make room; answers whether room is there
         to be tried again. Never for an equal, never the oldest, and none more often than the cap."""
-        if self.num_running < self.limits.max_num_seqs and self.holdings.num_departing_blocks > 0:
+        if self.limits.is_static:
+            return False
+        if self._has_seat() and self.holdings.num_departing_blocks > 0:
             # Blocks are short, and some come back by themselves: they may be enough.
             return False
         holders = self._holders()
