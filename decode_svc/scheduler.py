@@ -207,7 +207,7 @@ class DecodeScheduler:
         return [*self._decoding, *self._prefilling, *self._fetching]
 
     def _admit(self, now_s: float) -> None:
-        num_passed_over = 0
+        num_passed_over, full_sources = 0, set[str | None]()
         for sequence in self._waiting.snapshot(self.limits.max_num_seqs + MAX_PASSED_OVER):
             if num_passed_over >= MAX_PASSED_OVER:
                 return
@@ -215,7 +215,9 @@ class DecodeScheduler:
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
                 continue
             source = self._sources.get(sequence)
-            if source is not None and not self._may_reserve(source, sequence.num_tokens):
+            if source in full_sources or not self._may_reserve(source, sequence.num_tokens):
+                # Nor may shorter ones of its source overtake it: a stream of them would keep it out.
+                full_sources.add(source)
                 num_passed_over += 1
                 continue
             while not self._seat(sequence, source):
@@ -274,7 +276,9 @@ class DecodeScheduler:
         # Blocks under a transfer come back later, and with them the chance to try again.
         return victim.num_pins == 0
 
-    def _may_reserve(self, source: str, num_tokens: int) -> bool:
+    def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
+        if source is None:
+            return True
         reserved = self._reserved_tokens[source]
         return reserved == 0 or reserved + num_tokens <= self._max_reserved_tokens
 

@@ -8,8 +8,8 @@
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
 
-A step belongs to the prompt that ranks first, but half of it is open to shorter ones of its class or above, shortest
-first: short prompts are not stuck behind a long one, and the long one takes at most twice its time.
+A step belongs to the prompt that ranks first, but half of it is open to shorter ones of its class or above, by class
+and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice its time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PrefillScheduler:
                 for other in others
                 if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
             ),
-            key=lambda other: other.num_pending,
+            key=lambda other: (-other.request.priority, other.num_pending),
         )
         share = min(budget // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
         fill(plan, [first], chunk_size, budget - share)

@@ -55,6 +55,19 @@ def test_short_prompts_share_the_steps_of_a_long_one():
     assert low.num_computed == 0
 
 
+def test_among_the_short_the_higher_class_comes_before_the_shorter():
+    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    patient = p.add(40, first=1, priority=Priority.LOW, waited_ms=60_000)
+    normal, high, low = (
+        p.add(3, first=200),
+        p.add(6, first=300, priority=Priority.HIGH),
+        p.add(2, first=400, priority=Priority.LOW),
+    )
+    assert p.step() == [(patient, 4), (high, 4)]
+    assert p.step() == [(patient, 4), (high, 2), (normal, 2)]
+    assert p.step() == [(patient, 5), (normal, 1), (low, 2)]
+
+
 def test_an_equally_long_prompt_waits_its_turn():
     p = Prefill(max_num_batched_tokens=8, chunk_size=8)
     a, b = p.add(16, first=1), p.add(16, first=100)
@@ -176,17 +189,18 @@ def test_growth_waits_for_blocks_that_a_stopped_transfer_gives_back():
 def test_empty_reservations_are_bounded_for_each_source():
     d = Decode(reserved=10, max_num_seqs=9)
     first, second, third = d.add(6, "p", first=100), d.add(6, "p", first=200), d.add(4, "p", first=300)
-    other = d.add(6, "q", first=400)
+    other, local = d.add(6, "q", first=400), d.add(6, first=500)
     d.step()
-    assert [s.state for s in (first, second, third, other)] == [
+    assert [s.state for s in (first, second, other, local)] == [
         State.FETCHING,
         State.QUEUED,
         State.FETCHING,
-        State.FETCHING,
+        State.DECODING,
     ]
+    assert third.state is State.QUEUED, "it would fit, and keep the second out for ever if more like it came"
     d.scheduler.received(first)
     d.step()
-    assert second.state is State.FETCHING
+    assert (second.state, third.state) == (State.FETCHING, State.FETCHING)
 
 
 def test_one_reservation_of_any_size_is_let_in():
