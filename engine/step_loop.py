@@ -88,21 +88,26 @@ class StepLoop:
         self._observer.committed(plan, self._scheduler.commit(plan, samples, time.monotonic()))
 
     async def _grow_pool(self) -> None:
-        """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages."""
-        pool = self._scheduler.holdings.pool
-        # Cached blocks are counted as taken: while memory may be had, reuse is not given up for it.
-        num_missing = self._scheduler.num_wanted_blocks() - pool.num_free
-        num_growable = self._scheduler.holdings.max_blocks - pool.num_total
-        if num_missing <= 0 or num_growable <= 0:
-            return
-        num_more = min(num_growable, max(num_missing, MIN_GROWTH_BLOCKS))
+        """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages. More may have
+        come to wait meanwhile: nobody is evicted for want of blocks that could be had."""
+        holdings, pool = self._scheduler.holdings, self._scheduler.holdings.pool
+        while True:
+            # Cached blocks are counted as taken: while memory may be had, reuse is not given up for it.
+            num_missing = self._scheduler.num_wanted_blocks() - pool.num_free
+            num_growable = holdings.max_blocks - pool.num_total
+            if num_missing <= 0 or num_growable <= 0:
+                return
+            num_more = min(num_growable, max(num_missing, MIN_GROWTH_BLOCKS))
+            while num_more > 0 and not await self._commit_memory(pool.num_total + num_more):
+                # What was refused is not asked for again; half of it may be had.
+                holdings.max_blocks = pool.num_total + num_more - 1
+                num_more //= 2
+            pool.grow(num_more)
+
+    async def _commit_memory(self, num_blocks: int) -> bool:
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._memory.commit, pool.num_total + num_more
-            )
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._memory.commit, num_blocks)
         except PoolMemoryFull as error:
-            # Asked once: from here on the pool works with what it has, and what needs more is refused.
-            self._scheduler.holdings.max_blocks = pool.num_total
-            LOG.warning("the KV pool stays at %d blocks: %s", pool.num_total, error.message)
-            return
-        pool.grow(num_more)
+            LOG.warning("no memory for %d blocks of KV: %s", num_blocks, error.message)
+            return False
+        return True

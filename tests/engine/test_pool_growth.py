@@ -1,0 +1,156 @@
+"""When the step loop grows the pool: before anything is given up for want of blocks, and as far as there is memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from pools import make_holdings, make_limits, make_request
+
+from decode_svc.scheduler import DecodeScheduler
+from engine.batch import Batch
+from engine.planning import Plan
+from engine.request import Priority, Sample
+from engine.scheduling import NewToken
+from engine.sequence import DECODE_MOVES, Sequence, State
+from engine.step_loop import StepLoop
+from kvstore.memory import PoolMemoryFull
+
+DEADLINE_S = 20.0
+
+
+class MemoryOf:
+    """A system with memory for so many blocks; `meanwhile` happens while pages are being cleared."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_refused = 0
+        self.meanwhile: Callable[[], None] | None = None
+
+    def commit(self, num_blocks: int) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        if num_blocks > self.num_blocks:
+            self.num_refused += 1
+            raise PoolMemoryFull("no room")
+
+
+class OnesRunner:
+    """Every token is 1."""
+
+    def run(self, batch: Batch) -> list[Sample]:
+        return [Sample(1) for _ in batch.sample_rows]
+
+
+class Worker:
+    """A step loop over a decode scheduler, and who waits for its sequences to end."""
+
+    def __init__(self, num_blocks: int, ceiling: int, memory: MemoryOf) -> None:
+        self.holdings = make_holdings(num_blocks, ceiling)
+        limits = make_limits(max_model_len=4 * ceiling, max_num_batched_tokens=512, chunk_size=512, max_num_seqs=8)
+        self.scheduler = DecodeScheduler(self.holdings, limits, 99)
+        self.loop = StepLoop(self.scheduler, OnesRunner(), memory, self)
+        self._changed = asyncio.Event()
+
+    def planned(self, plan: Plan) -> None:
+        self._changed.set()
+
+    def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
+        self._changed.set()
+
+    def add(self, length: int, first: int, max_tokens: int = 2, priority: Priority = Priority.NORMAL) -> Sequence:
+        request = make_request(range(first, first + length), priority=priority, max_tokens=max_tokens)
+        sequence = Sequence(request, DECODE_MOVES, 0.0)
+        self.scheduler.add(sequence, None)
+        self.loop.wake()
+        return sequence
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        task = asyncio.create_task(self.loop.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled(), "the loop ended by itself"
+
+
+async def test_the_pool_grows_before_cached_content_is_given_up():
+    worker = Worker(8, 200, MemoryOf(200))
+    async with worker.running():
+        first = worker.add(20, first=100)
+        await worker.until(lambda: first.is_over)
+        second = worker.add(20, first=200)
+        await worker.until(lambda: second.is_over)
+        again = worker.add(20, first=100)
+        await worker.until(lambda: again.is_over)
+    assert again.num_cached == 16 and worker.holdings.pool.num_total > 8
+
+
+async def test_cached_content_is_given_up_when_there_is_no_memory():
+    worker = Worker(8, 200, MemoryOf(8))
+    async with worker.running():
+        for first in (100, 200, 300):
+            sequence = worker.add(20, first=first)
+            await worker.until(lambda sequence=sequence: sequence.is_over)
+            assert sequence.state is State.FINISHED
+    assert worker.holdings.pool.num_total == worker.holdings.max_blocks == 8
+
+
+async def test_what_is_needed_is_taken_where_more_cannot_be_had():
+    worker = Worker(2, 200, MemoryOf(40))
+    async with worker.running():
+        sequence = worker.add(100, first=100)
+        await worker.until(lambda: sequence.is_over)
+    assert sequence.state is State.FINISHED
+
+
+async def test_the_last_blocks_of_the_memory_are_used():
+    memory = MemoryOf(21)
+    worker = Worker(2, 200, memory)
+    async with worker.running():
+        large, small = worker.add(100, first=100), worker.add(60, first=300)
+        await worker.until(lambda: large.is_over and small.is_over)
+    assert (large.state, small.state) == (State.FAILED, State.FINISHED)
+    assert worker.holdings.max_blocks == worker.holdings.pool.num_total == 21
+    assert memory.num_refused < 20, "a search by halves"
+
+
+async def test_nothing_hangs_where_memory_cannot_grow():
+    worker = Worker(4, 200, MemoryOf(4))
+    async with worker.running():
+        fits = [worker.add(5, first=100 * index, max_tokens=4) for index in range(1, 6)]
+        outgrows, never = worker.add(10, first=700, max_tokens=30), worker.add(30, first=800)
+        await worker.until(lambda: all(each.is_over for each in (*fits, outgrows, never)))
+    assert {each.state for each in fits} <= {State.FINISHED, State.EVICTED} and fits[0].state is State.FINISHED
+    assert (outgrows.state, never.state) == (State.EVICTED, State.FAILED)
+    assert worker.holdings.pool.num_used == 0
+
+
+async def test_nobody_is_preempted_for_blocks_that_memory_can_give():
+    memory, event_loop = MemoryOf(400), asyncio.get_running_loop()
+    worker = Worker(2, 400, memory)
+    arrived: list[Sequence] = []
+
+    async def arrive() -> None:
+        arrived.append(worker.add(250, first=300, priority=Priority.HIGH))
+
+    def while_pages_are_cleared() -> None:
+        memory.meanwhile = None
+        asyncio.run_coroutine_threadsafe(arrive(), event_loop).result(DEADLINE_S)
+
+    async with worker.running():
+        oldest, low = worker.add(3, first=100, max_tokens=12), worker.add(3, 200, 12, Priority.LOW)
+        await worker.until(lambda: low.num_outputs > 0)
+        memory.meanwhile = while_pages_are_cleared
+        more = worker.add(250, first=600)
+        await worker.until(lambda: all(each.is_over for each in (oldest, low, more, *arrived)))
+    assert arrived and {each.state for each in (oldest, low, more, *arrived)} == {State.FINISHED}
