@@ -1,0 +1,249 @@
+"""A decode pool for exhaustive exploration: requests that come, are evicted and come again as a router sends them.
+
+A step and a transfer take time: between their begin and end anything else may happen. A transfer that was told to stop
+still writes once. What comes again has its outputs, its age and one eviction more.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from exploring import Event, Names, World, check_accounts, describe
+from pools import BLOCK_SIZE, Memory, Step, check_plan, make_holdings, make_limits, make_request
+
+from decode_svc.scheduler import DecodeScheduler
+from engine.planning import Plan
+from engine.ranking import oldest
+from engine.request import Priority, Sample
+from engine.sequence import DECODE_MOVES, Sequence, State
+
+GOES_ON = (State.EVICTED, State.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request."""
+
+    length: int
+    """Prompt tokens."""
+    since_s: float
+    """When the client asked."""
+    priority: Priority = Priority.NORMAL
+    """Class."""
+    max_tokens: int = 2
+    """Output tokens at which it is complete."""
+    source: str | None = None
+    """Who prefills; None: this pool."""
+    first: int = 0
+    """First token of the prompt: those with the same one share a prefix."""
+
+
+class DecodeWorld(World):
+    """The scheduler, and all that may happen around it."""
+
+    def __init__(
+        self, num_blocks: int, asked: list[Asked], num_faults: int = 1, reserved: int = 99, **limits: Any
+    ) -> None:
+        self.holdings = make_holdings(num_blocks)
+        self.limits = make_limits(**{"max_model_len": num_blocks * BLOCK_SIZE, "max_num_seqs": 2, **limits})
+        self.scheduler = DecodeScheduler(self.holdings, self.limits, reserved)
+        self.asked = asked
+        self.num_faults_left = num_faults
+        self.attempts: list[Sequence | None] = [None] * len(asked)
+        self.fetches: list[Sequence] = []
+        self.step: Step | None = None
+        self.memory = Memory()
+        self.num_preemptions = [0] * len(asked)
+
+    # Events
+
+    def events(self) -> list[Event]:
+        events: list[Event] = [("plan",)] if self.step is None else [("commit",), *([("fail",)] * self._may_fail())]
+        for index, sequence in enumerate(self.attempts):
+            if sequence is None or sequence.state in GOES_ON:
+                events.append(("arrive", index))
+            elif not sequence.is_over and self._may_fail():
+                events += [("cancel", index), ("finish", index)]
+        for index, sequence in enumerate(self.fetches):
+            events.append(("end_fetch", index))
+            if not sequence.is_over and self.scheduler._fetching[sequence]:
+                events.append(("first_bytes", index))
+            if not sequence.is_over and self._may_fail():
+                events.append(("lose", index))
+        return events
+
+    def own_event(self) -> Event | None:
+        if self.step is not None:
+            return ("commit",)
+        if self.fetches:
+            return ("end_fetch", 0)
+        for index, sequence in enumerate(self.attempts):
+            if sequence is not None and sequence.state in GOES_ON:
+                return ("arrive", index)
+        return ("plan",) if self.scheduler.live() else None
+
+    def _may_fail(self) -> bool:
+        return self.num_faults_left > 0
+
+    def arrive(self, index: int) -> None:
+        """A request's first attempt, or the next after an eviction or a loss."""
+        asked, before = self.asked[index], self.attempts[index]
+        outputs = () if before is None else before.token_ids[asked.length :]
+        num_evictions = 0 if before is None else before.request.num_evictions + (before.state is State.EVICTED)
+        arrived_s = 100.0  # later than since_s: attempts come with the waiting they had
+        request = make_request(
+            range(asked.first, asked.first + asked.length),
+            outputs,
+            asked.priority,
+            waited_ms=round(1000 * (arrived_s - asked.since_s)),
+            max_tokens=asked.max_tokens,
+            num_evictions=num_evictions,
+        )
+        sequence = self.attempts[index] = Sequence(request, DECODE_MOVES, arrived_s)
+        assert before is None or sequence.token_ids == before.token_ids, "progress was lost"
+        assert sequence.since_s == asked.since_s
+        self.scheduler.add(sequence, asked.source)
+
+    def plan(self) -> None:
+        live = [each for each in self.attempts if each is not None and not each.is_over]
+        holders = [each for each in live if each.state is not State.QUEUED]
+        plan = self.scheduler.plan(0.0)
+        holding = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+        check_plan(plan, self.limits, len(holding))
+        for index, sequence in enumerate(self.attempts):
+            self.num_preemptions[index] += sequence in live and sequence is not None and "higher" in sequence.detail
+        assert not holders or not oldest(holders).is_over or len(holders) == 1, "the oldest was evicted"
+        self.check_victims(holders, holding)
+        self.check_classes(plan)
+        for sequence in self.scheduler.take_fetches():
+            sequence.num_pins += 1
+            self.fetches.append(sequence)
+        if plan.slices:
+            self.step = Step(plan, self.holdings)
+            self.step.check_writers()
+
+    def commit(self) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        step.run(self.memory)
+        samples = [self._next(part.sequence) for part in step.plan.slices if part.samples]
+        self.scheduler.commit(step.plan, samples, 0.0)
+
+    def fail(self) -> None:
+        self.num_faults_left -= 1
+        step, self.step = self.step, None
+        assert step is not None
+        self.scheduler.abandon(step.plan, "the device is gone")
+
+    def first_bytes(self, index: int) -> None:
+        self.scheduler.received(self.fetches[index])
+
+    def end_fetch(self, index: int) -> None:
+        """Success, or the end of a transfer that was told to stop."""
+        sequence = self.fetches.pop(index)
+        for block in range(sequence.num_cached // BLOCK_SIZE, self.holdings.num_blocks(sequence.num_tokens)):
+            self._check_sole_writer(sequence.block_table[block])
+            self.memory.write_block(sequence, block, sequence.num_tokens)
+        if not sequence.is_over:
+            self.scheduler.fetched(sequence, self._next(sequence), 0.0)
+        self.holdings.unpin(sequence)
+
+    def lose(self, index: int) -> None:
+        self.num_faults_left -= 1
+        sequence = self.fetches.pop(index)
+        self.scheduler.end(sequence, State.FAILED, "lost")
+        self.holdings.unpin(sequence)
+
+    def cancel(self, index: int) -> None:
+        self.num_faults_left -= 1
+        self.scheduler.end(self._live(index), State.CANCELLED)
+
+    def finish(self, index: int) -> None:
+        self.num_faults_left -= 1
+        self.scheduler.finish(self._live(index), max(0, self._live(index).num_outputs - 1))
+
+    def _live(self, index: int) -> Sequence:
+        sequence = self.attempts[index]
+        assert sequence is not None
+        return sequence
+
+    def _next(self, sequence: Sequence) -> Sample:
+        return Sample(1000 + 100 * sequence.token_ids[0] + sequence.num_tokens)
+
+    def _check_sole_writer(self, block: int) -> None:
+        assert self.holdings.pool.ref_count(block) == 1, "a transfer writes where others read"
+        assert self.holdings.pool.block_hash(block) is None
+
+    # State and rules
+
+    def key(self) -> Hashable:
+        names = Names(self.holdings)
+        attempts = tuple(
+            None
+            if each is None
+            else (describe(each, names), min(each.request.num_evictions, self.limits.max_preemptions), each.num_cached)
+            for each in self.attempts
+        )
+        fetches = tuple(
+            (describe(each, names), each.is_over or self.scheduler._fetching[each]) for each in self.fetches
+        )
+        parts = () if self.step is None else self.step.plan.slices
+        slices = tuple((describe(part.sequence, names), part.num_tokens) for part in parts)
+        return (
+            attempts,
+            fetches,
+            slices,
+            names.pool(),
+            self.num_faults_left,
+            self.scheduler._num_places_given * self.limits.is_static,
+        )
+
+    def check(self) -> None:
+        live = self.scheduler.live()
+        check_accounts(self.holdings, live)
+        assert set(live) == {each for each in self.attempts if each is not None and not each.is_over}
+        for each in self.attempts:
+            if each is not None:
+                assert not each.is_over or not each.block_table or each.num_pins, "over, untouched and not freed"
+                assert each.state is not State.FINISHED or each.finish_reason is not None
+        assert max(self.num_preemptions) <= self.limits.max_preemptions
+
+    def rank(self, sequence: Sequence) -> float:
+        return sequence.since_s - self.limits.ageing_s * sequence.request.priority
+
+    def check_victims(self, before: list[Sequence], after: list[Sequence]) -> None:
+        """Who lost blocks to growth ranks behind all that had some and keep them, but the oldest."""
+        for victim in before:
+            if victim.state is State.EVICTED and "next token" in victim.detail:
+                kept = [each for each in before if each in after and each is not oldest(before)]
+                assert all(self.rank(each) < self.rank(victim) for each in kept), "taken from one who ranks before"
+
+    def check_classes(self, plan: Plan) -> None:
+        """No one runs while the first that waits, of a higher class and rank, could have what it holds."""
+        waiting = sorted((each for each in self.scheduler.live() if each.state is State.QUEUED), key=self.rank)
+        if not waiting or self.limits.is_static or self.holdings.num_departing_blocks:
+            return
+        first = waiting[0]
+        if not any(part.sequence in self._preemptible(first) for part in plan.slices):
+            return
+        other = pickle.loads(pickle.dumps((self, first), -1))
+        for victim in other[0]._preemptible(other[1]):
+            other[0].scheduler.end(victim, State.EVICTED)
+            victim.num_pins = 0
+            other[0].holdings.free(victim)
+        other[0].scheduler.plan(0.0)
+        assert other[1].state is State.QUEUED, "a lower class runs on what a higher one waits for"
+
+    def _preemptible(self, waiting: Sequence) -> list[Sequence]:
+        holders = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+        return [
+            each
+            for each in holders
+            if each.request.priority < waiting.request.priority
+            and self.rank(each) > self.rank(waiting)
+            and each is not oldest(holders)
+            and each.request.num_evictions < self.limits.max_preemptions
+        ]

@@ -1,0 +1,154 @@
+"""Exhaustive exploration of small systems: every state that some order of events reaches, breadth first.
+
+A `World` is a system that can be pickled, says which events are possible in it, checks itself after each, and names its
+state by a key in which names that do not matter (block ids, attempt ids) are left out. `explore` visits each key once;
+then it follows, from every state, the events that need nobody from outside, and demands that all work ends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from pools import BLOCK_SIZE
+
+from engine.holdings import Holdings
+from engine.sequence import Sequence
+
+Event = tuple[Any, ...]
+
+
+class World:
+    """A system under exploration."""
+
+    def events(self) -> list[Event]:
+        """What can happen next: a method's name and its arguments."""
+        raise NotImplementedError
+
+    def own_event(self) -> Event | None:
+        """What happens next if nothing comes from outside; None when there is no work left."""
+        raise NotImplementedError
+
+    def key(self) -> Hashable:
+        """The state, up to names."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """What holds after every event."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """How far an exploration went."""
+
+    num_states: int
+    """Different states."""
+    num_events: int
+    """Events played, one from each state where it is possible."""
+    longest_run: int
+    """Most events that the work left in some state takes to end."""
+
+
+class Found(AssertionError):
+    """A state that should not exist, with the way to it."""
+
+
+def explore(world: World, max_states: int) -> Explored:
+    """Visits all states. Raises Found for one that breaks a rule, or from which the work never ends."""
+    start = world.key()
+    ways: dict[Hashable, tuple[Hashable, Event] | None] = {start: None}
+    following: dict[Hashable, Hashable | None] = {}
+    frontier = deque([(start, pickle.dumps(world, -1))])
+    num_events = 0
+    while frontier:
+        key, frozen = frontier.popleft()
+        here: World = pickle.loads(frozen)
+        own = here.own_event()
+        following[key] = None
+        for event in here.events():
+            successor = pickle.loads(frozen)
+            try:
+                getattr(successor, event[0])(*event[1:])
+                successor.check()
+                reached = successor.key()
+            except Exception as error:
+                raise Found(f"{error!r} after {[*_way(ways, key), event]}") from error
+            num_events += 1
+            if event == own:
+                following[key] = reached
+            if reached not in ways:
+                ways[reached] = (key, event)
+                frontier.append((reached, pickle.dumps(successor, -1)))
+                assert len(ways) <= max_states, "more states than this exploration is meant for"
+        assert own is None or following[key] is not None, f"{own} is not among the events"
+    return Explored(len(ways), num_events, _longest_run(following, ways))
+
+
+def _way(ways: dict[Hashable, tuple[Hashable, Event] | None], key: Hashable) -> list[Event]:
+    events: list[Event] = []
+    while (step := ways[key]) is not None:
+        key, event = step
+        events.append(event)
+    return events[::-1]
+
+
+def _longest_run(following: dict[Hashable, Hashable | None], ways: Any) -> int:
+    """Events to the end of the work, at most over all states; a run that comes back to a state never ends."""
+    lengths: dict[Hashable, int] = {}
+    for start in following:
+        path: list[Hashable] = []
+        on_path: set[Hashable] = set()
+        key: Hashable | None = start
+        while key is not None and key not in lengths:
+            if key in on_path:
+                raise Found(f"the work goes in circles or stands still after {_way(ways, key)}: {key}")
+            path.append(key)
+            on_path.add(key)
+            key = following[key]
+        base = 0 if key is None else lengths[key] + 1
+        for distance, passed in enumerate(reversed(path)):
+            lengths[passed] = base + distance
+    return max(lengths.values())
+
+
+class Names:
+    """Block ids by order of first mention, so that equal pools have equal keys."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._pool = holdings.pool
+        self._names: dict[int, int] = {}
+
+    def table(self, sequence: Sequence) -> Hashable:
+        """A block table: names, and whether others can find the block."""
+        return tuple(
+            (self._names.setdefault(block, len(self._names)), self._pool.block_hash(block) is not None)
+            for block in sequence.block_table
+        )
+
+    def pool(self) -> Hashable:
+        """Free blocks by number, cached ones by content in the order they would be taken."""
+        return self._pool.num_total, self._pool.num_free, tuple(map(self._pool.block_hash, self._pool._cached))
+
+
+def describe(sequence: Sequence, names: Names) -> Hashable:
+    """All of a sequence that decisions depend on, but its request."""
+    return (
+        sequence.state.value,
+        sequence.num_tokens,
+        sequence.num_computed,
+        sequence.num_registered,
+        sequence.num_pins,
+        names.table(sequence),
+    )
+
+
+def check_accounts(holdings: Holdings, live: list[Sequence]) -> None:
+    """No block is lost or held twice, and nothing that is over and untouched holds any."""
+    holdings.pool.check(holdings.references())
+    assert holdings.num_accounted == holdings.pool.num_used
+    for sequence in live:
+        assert sequence.num_computed <= len(sequence.block_table) * BLOCK_SIZE

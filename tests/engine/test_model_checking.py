@@ -1,0 +1,160 @@
+"""Every order of events of small pools: nothing deadlocks, leaks, is written twice, taken against rank, or starves.
+
+Each case is a few requests over a few blocks of four tokens. All states that arrivals, steps, transfers, losses,
+cancellation and the return of evicted requests can reach are visited, and from each of them the work ends.
+"""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import Asked, DecodeWorld
+from exploring import Explored, Found, explore
+from prefill_world import PrefillWorld, Prompt
+
+from engine.request import Priority
+from engine.sequence import Sequence, State
+
+LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
+MAX_STATES = 5000
+
+DECODE = {
+    "two that wait for each other's look-ahead block": (
+        7,
+        [Asked(16, 1, source="p", max_tokens=5), Asked(12, 2, source="p", max_tokens=5, first=100)],
+        {"num_faults": 1},
+    ),
+    "two that outgrow the pool together": (
+        4,
+        [Asked(7, 1, max_tokens=5), Asked(6, 2, max_tokens=5, first=100)],
+        {"num_faults": 1},
+    ),
+    "outputs twice as long as the pool has room for at once": (
+        4,
+        [Asked(3, 1, max_tokens=6), Asked(3, 2, max_tokens=6, first=100), Asked(3, 3, max_tokens=6, first=200)],
+        {"num_faults": 0, "max_num_seqs": 3},
+    ),
+    "a high class lacks a seat": (
+        9,
+        [Asked(3, 1, LOW, 3), Asked(3, 2, LOW, 3, "p", 100), Asked(3, 3, HIGH, first=200)],
+        {"num_faults": 0},
+    ),
+    "a high class lacks blocks": (
+        5,
+        [Asked(3, 1, LOW, 3), Asked(7, 2, LOW, 3, "p", 100), Asked(7, 3, HIGH, 3, first=200)],
+        {"num_faults": 0, "max_num_seqs": 3},
+    ),
+    "a high class lacks places in the step": (
+        4,
+        [Asked(5, 1, LOW, 4), Asked(3, 2, NORMAL, 4, first=100), Asked(3, 3, HIGH, 3, first=200)],
+        {"num_faults": 0, "max_num_seqs": 3, "max_batch_size": 1},
+    ),
+    "a low class that has waited longer than classes weigh": (
+        5,
+        [Asked(3, 1, NORMAL, 6), Asked(5, 2, LOW, 6, first=100), Asked(5, 50, HIGH, 4, "p", 200)],
+        {"num_faults": 0, "max_num_seqs": 3},
+    ),
+    "growth beside what a high class has reserved": (
+        5,
+        [Asked(3, 4, HIGH, 2, "p"), Asked(6, 9.25, LOW, 4, first=100), Asked(7, 3.5, HIGH, 3, "p")],
+        {"num_faults": 0, "max_num_seqs": 3, "chunk_size": 3},
+    ),
+    "a shared prefix": (
+        4,
+        [Asked(9, 1, LOW, 3), Asked(9, 2, LOW, 3, "p"), Asked(9, 3, HIGH, 3)],
+        {"num_faults": 0, "max_num_seqs": 3},
+    ),
+    "a cap of no preemption at all": (
+        5,
+        [Asked(3, 1, LOW, 3), Asked(7, 2, LOW, 3, "p", 100), Asked(7, 3, HIGH, 3, first=200)],
+        {"num_faults": 0, "max_preemptions": 0},
+    ),
+    "reservations that take turns": (
+        7,
+        [Asked(5, 1, NORMAL, 2, "p"), Asked(9, 2, NORMAL, 2, "p", 100), Asked(2, 3, NORMAL, 2, "p", 200)],
+        {"num_faults": 0, "max_num_seqs": 3, "reserved": 6},
+    ),
+    "static batches": (
+        6,
+        [Asked(3, 1, LOW, 3), Asked(3, 2, NORMAL, 2, "p", 100), Asked(3, 3, HIGH, 1, first=200)],
+        {"num_faults": 0, "is_static": True},
+    ),
+    "static batches that outgrow the pool": (
+        4,
+        [Asked(7, 1, LOW, 6), Asked(6, 2, HIGH, 6, "p", 100)],
+        {"num_faults": 1, "is_static": True},
+    ),
+}
+
+PREFILL = {
+    "more prompts than blocks": (5, [Prompt(9, 1), Prompt(12, 2, first=100), Prompt(3, 3, HIGH, 200)], {}),
+    "more prompts than seats": (
+        7,
+        [Prompt(9, 1), Prompt(4, 2, LOW, 100), Prompt(3, 3, HIGH, 200)],
+        {"max_num_seqs": 1},
+    ),
+    "short ones beside a patient long one": (
+        7,
+        [Prompt(13, 1, LOW), Prompt(6, 30, HIGH, 100), Prompt(3, 31, LOW, 200)],
+        {"max_num_batched_tokens": 4, "chunk_size": 4, "num_faults": 0},
+    ),
+    "a shared prefix": (4, [Prompt(9, 1), Prompt(9, 2), Prompt(12, 3, HIGH)], {"num_faults": 0}),
+}
+
+
+@pytest.mark.parametrize("case", DECODE)
+def test_decode_whatever_the_order(case):
+    num_blocks, asked, options = DECODE[case]
+    explored = explore(DecodeWorld(num_blocks, asked, **options), MAX_STATES)
+    assert explored.num_states > 100, "too few for what the case is about"
+
+
+@pytest.mark.parametrize("case", PREFILL)
+def test_prefill_whatever_the_order(case):
+    num_blocks, prompts, options = PREFILL[case]
+    explored = explore(PrefillWorld(num_blocks, prompts, **options), MAX_STATES)
+    assert explored.num_states > 100, "too few for what the case is about"
+
+
+def test_an_exploration_finds_blocks_that_leak():
+    world = DecodeWorld(4, [Asked(3, 1), Asked(3, 2, first=100)])
+    world.holdings.pool.allocate(1)
+    with pytest.raises(Found, match="none is accounted for"):
+        explore(world, MAX_STATES)
+
+
+class Forgetful(DecodeWorld):
+    """Does not send again what was lost."""
+
+    def own_event(self):
+        event = super().own_event()
+        return event if event != ("arrive", 0) else ("plan",)
+
+
+def test_an_exploration_finds_work_that_never_ends():
+    with pytest.raises(Found, match="goes in circles or stands still"):
+        explore(
+            Forgetful(4, [Asked(7, 1, max_tokens=6), Asked(6, 0, max_tokens=6, first=100)], num_faults=0), MAX_STATES
+        )
+
+
+class TakesFromTheFirst(DecodeWorld):
+    """Growth takes from whoever ranks first."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.scheduler._victim = self.first  # type: ignore[method-assign]
+
+    def first(self) -> Sequence:
+        holders = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+        return min(holders, key=lambda each: (each.since_s == 1, self.rank(each)))
+
+
+def test_an_exploration_finds_who_is_taken_from_against_rank():
+    asked = [Asked(3, 1, NORMAL, 8), Asked(3, 2, HIGH, 8, first=100), Asked(3, 3, LOW, 8, first=200)]
+    with pytest.raises(Found, match="taken from one who ranks before"):
+        explore(TakesFromTheFirst(4, asked, num_faults=0, max_num_seqs=3), MAX_STATES)
+
+
+def test_an_exploration_counts_what_it_did():
+    # Come, plan, commit twice with one token each; a plan before it comes changes nothing.
+    assert explore(DecodeWorld(2, [Asked(1, 1)], num_faults=0), 9) == Explored(6, 7, 4)
