@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.holdings import Holdings
-from engine.planning import Plan, fill
+from engine.planning import Plan, fill, fill_shared
 from engine.ranking import RankedQueue, oldest
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
@@ -67,7 +67,7 @@ class DecodeScheduler:
             self._admit(now_s)
         # One that was ready may have been evicted since, for growth or for a higher class.
         fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_batched_tokens)
-        fill(plan, self._prefilling, limits.chunk_size, limits.max_num_batched_tokens)
+        fill_shared(plan, list(self._prefilling), limits.chunk_size, limits.max_num_batched_tokens)
         return plan
 
     def take_fetches(self) -> list[Sequence]:

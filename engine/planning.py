@@ -49,6 +49,29 @@ def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int
         plan.add(sequence, num_tokens)
 
 
+def fill_shared(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int) -> None:
+    """Fills a plan with chunks of prompts, given by rank, up to `budget` tokens.
+
+    What is left of the budget belongs to the first, but half of it is open to shorter ones of its class or above, by
+    class and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice
+    its time. The others, equally long or of a lower class, get what these leave.
+    """
+    if not prompts:
+        return
+    first, others = prompts[0], prompts[1:]
+    shorter = [
+        other
+        for other in others
+        if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
+    ]
+    shorter.sort(key=lambda other: (-other.request.priority, other.num_pending))
+    share = min((budget - plan.num_tokens) // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
+    fill(plan, [first], chunk_size, budget - share)
+    fill(plan, shorter, chunk_size, budget)
+    planned = {part.sequence for part in plan.slices}
+    fill(plan, [other for other in others if other not in planned], chunk_size, budget)
+
+
 def build_batch(plan: Plan, block_size: int, eos_token_ids: tuple[int, ...]) -> Batch:
     """Packs a plan. The batch holds copies, so that the event loop may change sequences while the step runs."""
     batch = Batch()

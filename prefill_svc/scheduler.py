@@ -8,14 +8,13 @@
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
 
-A step belongs to the prompt that ranks first, but half of it is open to shorter ones of its class or above, by class
-and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice its time.
+The prompts of a step share it as `engine.planning.fill_shared` says.
 """
 
 from __future__ import annotations
 
 from engine.holdings import Holdings
-from engine.planning import Plan, fill
+from engine.planning import Plan, fill_shared
 from engine.ranking import RankedQueue
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
@@ -44,27 +43,10 @@ class PrefillScheduler:
             self._waiting.add(sequence)
 
     def plan(self, now_s: float) -> Plan:
-        """Admits what has credit, seat and blocks, then shares the step between the first and the shortest."""
+        """Admits what has credit, seat and blocks, then shares the step."""
         self._admit(now_s)
-        plan, budget, chunk_size = Plan(), self.limits.max_num_batched_tokens, self.limits.chunk_size
-        running = list(self._running)
-        if not running:
-            return plan
-        first, others = running[0], running[1:]
-        # Splitting a step between equally long prompts would make both late; those of a lower class get what is left.
-        shorter = sorted(
-            (
-                other
-                for other in others
-                if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
-            ),
-            key=lambda other: (-other.request.priority, other.num_pending),
-        )
-        share = min(budget // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
-        fill(plan, [first], chunk_size, budget - share)
-        fill(plan, shorter, chunk_size, budget)
-        planned = {part.sequence for part in plan.slices}
-        fill(plan, [other for other in others if other not in planned], chunk_size, budget)
+        plan = Plan()
+        fill_shared(plan, list(self._running), self.limits.chunk_size, self.limits.max_num_batched_tokens)
         return plan
 
     def _admit(self, now_s: float) -> None:

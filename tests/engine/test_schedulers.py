@@ -121,6 +121,15 @@ def test_decode_rows_come_before_prefill_chunks():
     assert d.step() == [(a, 1), (b, 5)]
 
 
+def test_short_prompts_share_what_decode_rows_leave_of_a_step():
+    d = Decode(max_num_batched_tokens=9, chunk_size=9)
+    running = d.add(1, first=100)
+    d.step()
+    long, short = d.add(30, first=200), d.add(3, first=300)
+    assert d.step() == [(running, 1), (long, 5), (short, 3)]
+    assert d.step() == [(running, 1), (short, 1), (long, 7)]
+
+
 def test_decode_prefers_blocks_for_the_old_and_evicts_the_youngest_of_the_lowest_class():
     d = Decode(num_blocks=6)
     a, b, c = d.add(7, first=100), d.add(7, first=200), d.add(7, first=300, priority=Priority.HIGH)
