@@ -75,15 +75,15 @@ class DecodeWorld(World):
                 events.append(("lose", index))
         return events
 
-    def own_event(self) -> Event | None:
-        if self.step is not None:
-            return ("commit",)
-        if self.fetches:
-            return ("end_fetch", 0)
-        for index, sequence in enumerate(self.attempts):
-            if sequence is not None and sequence.state in GOES_ON:
-                return ("arrive", index)
-        return ("plan",) if self.scheduler.live() else None
+    def is_own(self, event: Event) -> bool:
+        """Steps, transfers, and the return of what has come before."""
+        if event[0] == "arrive":
+            return self.attempts[event[1]] is not None
+        return event[0] in ("plan", "commit", "first_bytes", "end_fetch")
+
+    def has_work(self) -> bool:
+        comes_again = any(each is not None and each.state in GOES_ON for each in self.attempts)
+        return comes_again or bool(self.scheduler.live() or self.fetches or self.step)
 
     def _may_fail(self) -> bool:
         return self.num_faults_left > 0

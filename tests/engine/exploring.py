@@ -2,7 +2,7 @@
 
 A `World` is a system that can be pickled, says which events are possible in it, checks itself after each, and names its
 state by a key in which names that do not matter (block ids, attempt ids) are left out. `explore` visits each key once;
-then it follows, from every state, the events that need nobody from outside, and demands that all work ends.
+then it demands that, from every state, the events that need nobody from outside end all work, in whatever order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class World:
         """What can happen next: a method's name and its arguments."""
         raise NotImplementedError
 
-    def own_event(self) -> Event | None:
-        """What happens next if nothing comes from outside; None when there is no work left."""
+    def is_own(self, event: Event) -> bool:
+        """Whether it happens by itself, without anything new from outside."""
+        raise NotImplementedError
+
+    def has_work(self) -> bool:
+        """Whether something is not over."""
         raise NotImplementedError
 
     def key(self) -> Hashable:
@@ -50,7 +54,7 @@ class Explored:
     num_events: int
     """Events played, one from each state where it is possible."""
     longest_run: int
-    """Most events that the work left in some state takes to end."""
+    """Most events that the work left in some state can take to end."""
 
 
 class Found(AssertionError):
@@ -61,14 +65,16 @@ def explore(world: World, max_states: int) -> Explored:
     """Visits all states. Raises Found for one that breaks a rule, or from which the work never ends."""
     start = world.key()
     ways: dict[Hashable, tuple[Hashable, Event] | None] = {start: None}
-    following: dict[Hashable, Hashable | None] = {}
+    following: dict[Hashable, list[Hashable]] = {}
+    working: set[Hashable] = set()
     frontier = deque([(start, pickle.dumps(world, -1))])
     num_events = 0
     while frontier:
         key, frozen = frontier.popleft()
         here: World = pickle.loads(frozen)
-        own = here.own_event()
-        following[key] = None
+        following[key] = []
+        if here.has_work():
+            working.add(key)
         for event in here.events():
             successor = pickle.loads(frozen)
             try:
@@ -78,13 +84,15 @@ def explore(world: World, max_states: int) -> Explored:
             except Exception as error:
                 raise Found(f"{error!r} after {[*_way(ways, key), event]}") from error
             num_events += 1
-            if event == own:
-                following[key] = reached
+            if here.is_own(event) and reached != key:
+                following[key].append(reached)
             if reached not in ways:
                 ways[reached] = (key, event)
                 frontier.append((reached, pickle.dumps(successor, -1)))
                 assert len(ways) <= max_states, "more states than this exploration is meant for"
-        assert own is None or following[key] is not None, f"{own} is not among the events"
+    for key in working:
+        if not following[key]:
+            raise Found(f"the work stands still after {_way(ways, key)}: {key}")
     return Explored(len(ways), num_events, _longest_run(following, ways))
 
 
@@ -96,22 +104,23 @@ def _way(ways: dict[Hashable, tuple[Hashable, Event] | None], key: Hashable) -> 
     return events[::-1]
 
 
-def _longest_run(following: dict[Hashable, Hashable | None], ways: Any) -> int:
-    """Events to the end of the work, at most over all states; a run that comes back to a state never ends."""
+def _longest_run(following: dict[Hashable, list[Hashable]], ways: dict[Hashable, tuple[Hashable, Event] | None]) -> int:
+    """Events to the end of the work, at most over all states and orders; a run that comes back may never end."""
     lengths: dict[Hashable, int] = {}
     for start in following:
-        path: list[Hashable] = []
-        on_path: set[Hashable] = set()
-        key: Hashable | None = start
-        while key is not None and key not in lengths:
-            if key in on_path:
-                raise Found(f"the work goes in circles or stands still after {_way(ways, key)}: {key}")
-            path.append(key)
-            on_path.add(key)
-            key = following[key]
-        base = 0 if key is None else lengths[key] + 1
-        for distance, passed in enumerate(reversed(path)):
-            lengths[passed] = base + distance
+        path, on_path = [(start, iter(following[start]))], {start}
+        while path and start not in lengths:
+            key, successors = path[-1]
+            successor = next((each for each in successors if each not in lengths), None)
+            if successor is None:
+                path.pop()
+                on_path.remove(key)
+                lengths[key] = max((1 + lengths[each] for each in following[key]), default=0)
+            elif successor in on_path:
+                raise Found(f"the work goes in circles after {_way(ways, successor)}: {successor}")
+            else:
+                path.append((successor, iter(following[successor])))
+                on_path.add(successor)
     return max(lengths.values())
 
 

@@ -58,16 +58,12 @@ class PrefillWorld(World):
                     events.append(("cancel", index))
         return events
 
-    def own_event(self) -> Event | None:
-        """Readers release what is ready and give credit to what waits."""
-        if self.step is not None:
-            return ("commit",)
-        for index, sequence in enumerate(self.sequences):
-            if sequence is not None and sequence.state is State.LEASED:
-                return ("release", index)
-            if sequence is not None and not sequence.is_over and index not in self.credited:
-                return ("credit", index)
-        return ("plan",) if self.scheduler.live() else None
+    def is_own(self, event: Event) -> bool:
+        """Readers give credit and release by themselves."""
+        return event[0] in ("plan", "commit", "credit", "release")
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.live() or self.step)
 
     def arrive(self, index: int) -> None:
         prompt = self.prompts[index]

@@ -25,7 +25,7 @@ DECODE = {
     ),
     "two that outgrow the pool together": (
         4,
-        [Asked(7, 1, max_tokens=5), Asked(6, 2, max_tokens=5, first=100)],
+        [Asked(7, 1, max_tokens=4), Asked(6, 2, max_tokens=4, first=100)],
         {"num_faults": 1},
     ),
     "outputs twice as long as the pool has room for at once": (
@@ -80,7 +80,7 @@ DECODE = {
     ),
     "static batches that outgrow the pool": (
         4,
-        [Asked(7, 1, LOW, 6), Asked(6, 2, HIGH, 6, "p", 100)],
+        [Asked(7, 1, LOW, 4), Asked(6, 2, HIGH, 4, "p", 100)],
         {"num_faults": 1, "is_static": True},
     ),
 }
@@ -125,16 +125,31 @@ def test_an_exploration_finds_blocks_that_leak():
 class Forgetful(DecodeWorld):
     """Does not send again what was lost."""
 
-    def own_event(self):
-        event = super().own_event()
-        return event if event != ("arrive", 0) else ("plan",)
+    def is_own(self, event):
+        return event != ("arrive", 0) and super().is_own(event)
 
 
-def test_an_exploration_finds_work_that_never_ends():
-    with pytest.raises(Found, match="goes in circles or stands still"):
-        explore(
-            Forgetful(4, [Asked(7, 1, max_tokens=6), Asked(6, 0, max_tokens=6, first=100)], num_faults=0), MAX_STATES
-        )
+class Reckless(DecodeWorld):
+    """Gives up what it fetches, again and again."""
+
+    def lose(self, index):
+        super().lose(index)
+        self.num_faults_left += 1
+
+    def is_own(self, event):
+        return event[0] == "lose" or super().is_own(event)
+
+
+def test_an_exploration_finds_work_that_stands_still():
+    asked = [Asked(7, 1, max_tokens=6), Asked(6, 0, max_tokens=6, first=100)]
+    with pytest.raises(Found, match="the work stands still"):
+        explore(Forgetful(4, asked, num_faults=0), MAX_STATES)
+
+
+def test_an_exploration_finds_work_that_goes_in_circles():
+    world = Reckless(4, [Asked(3, 1, source="p")], num_faults=1)
+    with pytest.raises(Found, match="the work goes in circles"):
+        explore(world, MAX_STATES)
 
 
 class TakesFromTheFirst(DecodeWorld):

@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reserved=st.integers(1, 24),
         max_batch_size=st.none() | st.integers(1, 4),
         max_preemptions=st.integers(0, 2),
+        is_static=st.booleans(),
     )
     def create(
         self,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reserved: int,
         max_batch_size: int | None,
         max_preemptions: int,
+        is_static: bool,
     ) -> None:
         self.holdings = make_holdings(min(num_blocks, ceiling), ceiling)
         budget = max_num_seqs + extra_tokens
@@ -72,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_size=min(chunk_size, budget),
             max_batch_size=max_batch_size,
             max_preemptions=max_preemptions,
+            is_static=is_static,
         )
         self.scheduler = self.make_scheduler(reserved)
 
