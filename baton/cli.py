@@ -116,7 +116,8 @@ def _demo(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from baton.bench import BenchConfig, bench
+    from baton.bench.command import bench
+    from baton.bench.options import BenchConfig
 
     description = "Puts load on a service and prints what its clients see of it."
     config = configuration.load(BenchConfig, argv, prog="baton bench", description=description)

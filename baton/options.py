@@ -48,6 +48,9 @@ class ServeConfig:
     drain_timeout_s: float = field(default=30.0, metadata=_in("Processes", min=0))
     """How long running requests may take to finish after SIGTERM or Ctrl-C."""
 
+    max_num_requests: int | None = field(default=None, metadata=_in("Routers", min=1))
+    """Most requests in flight, a router; what comes beyond is refused."""
+
     max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that hold KV blocks at once, a worker."""
     batch_schedule: Literal["dynamic", "static"] | None = field(default=None, metadata=_in("Workers"))

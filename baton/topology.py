@@ -35,6 +35,7 @@ WORKER_OPTIONS = (
     "num_kv_blocks",
     "kv_transports",
 )
+ROUTER_OPTIONS = ("served_model_name", "max_num_requests")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
 
@@ -93,7 +94,7 @@ def plan_topology(
             f"--host={config.host}",
             f"--port={port}",
             f"--model={config.model}",
-            *_flags(config, ("served_model_name",)),
+            *_flags(config, ROUTER_OPTIONS),
             f"--redis-url={redis_url}",
             f"--router-id=router-{index}-{run_id}",
             f"--prefill-workers={','.join(addresses['prefill'])}",

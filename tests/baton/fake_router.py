@@ -13,12 +13,14 @@ from runtime.errors import BatonError, NotFound
 
 
 class FakeRouter(inference_pb2_grpc.InferenceServicer):
-    """Says the words of the prompt one by one; raises `error` after `fail_after` words where there is one."""
+    """Says the words of the prompt one by one; raises `error` after `fail_after` words where there is one, but spares
+    the first `num_spared` requests."""
 
     def __init__(self) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.error: BatonError | None = None
         self.fail_after = 0
+        self.num_spared = 0
         self.hang = False
         self.cleaned = asyncio.Event()
         self.ended_sessions: list[str] = []
@@ -26,10 +28,12 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         try:
-            words = (request.prompt or " ".join(message.content for message in request.messages)).split()
+            text = request.prompt or " ".join(message.content for message in request.messages)
+            words = text.split() or [str(token_id) for token_id in request.prompt_token_ids]
+            error = self.error if len(self.requests) > self.num_spared else None
             for index, word in enumerate(words):
-                if self.error is not None and index == self.fail_after:
-                    raise self.error
+                if error is not None and index == self.fail_after:
+                    raise error
                 token = inference_pb2.GeneratedToken(token_id=100 + index, index=index)
                 if request.sampling.logprobs:
                     token.logprob = -0.5
@@ -57,7 +61,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     async def GetModel(self, request: Any, context: Any) -> Any:
         if request.model not in ("", "fake"):
             raise NotFound("model", request.model, f"model {request.model!r} is not served")
-        return inference_pb2.GetModelResponse(model="fake", has_chat_template=True)
+        return inference_pb2.GetModelResponse(model="fake", vocab_size=300, has_chat_template=True)
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         pool = inference_pb2.PoolStatus(total=10, free=7, used=2, cached=1)

@@ -1,0 +1,174 @@
+"""Scenarios in which requests get in each other's way: long prompts, classes, more load than there is room for.
+
+Each measures the same streams undisturbed as well, on the same service, for a row to compare with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from functools import partial
+
+from baton.bench.load import arrival_times
+from baton.bench.options import Sizes, known
+from baton.bench.rows import Row, Window
+from baton.bench.scenario import Phase, Run, Scenario, Service
+
+OVERLOAD_FACTOR = 3.0
+"""Load of the open loop, in capacities."""
+ADMITTED_PER_CLIENT = 2
+"""Requests that the router admits for each client of the closed loop; what comes beyond is refused."""
+STREAMS_PER_SEAT = 2
+"""Low-priority streams for each seat: half of them always wait."""
+
+
+async def _interference(run: Run) -> list[Row]:
+    """Steady streams with and without long prompts arriving."""
+    async with run.service() as service:
+        disturbed, window = await _steady(run, service, "with long prompts", with_long=True)
+        alone, quiet = await _steady(run, service, "alone", with_long=False)
+    return [
+        disturbed.row("steady", "steady", window),
+        disturbed.row("long", "long"),
+        alone.row("steady-alone", "steady", quiet),
+    ]
+
+
+async def _steady(run: Run, service: Service, name: str, *, with_long: bool) -> tuple[Phase, Window]:
+    """Streams that are kept running, and the window in which long prompts come or would come."""
+    sizes, asks = run.sizes, service.asks
+    delay_s, duration_s = known(sizes.delay_s), known(sizes.duration_s)
+    count, output_tokens = known(sizes.num_long), known(sizes.output_tokens)
+    longs = asks.many(count if with_long else 0, known(sizes.long_prompt_tokens), output_tokens)
+    arrivals_s = [delay_s + index * known(sizes.period_s) for index in range(len(longs))]
+    make, stop = partial(asks.one, known(sizes.prompt_tokens), output_tokens), asyncio.Event()
+    async with service.phase(name) as phase, asyncio.TaskGroup() as tasks:
+        tasks.create_task(phase.load.keep("steady", make, known(sizes.max_concurrency), stop))
+        await phase.load.open("long", longs, arrivals_s)
+        await asyncio.sleep(max(0.0, phase.started_s + duration_s - time.monotonic()))
+        stop.set()
+        ended_s = time.monotonic()
+    return phase, (phase.started_s + delay_s, ended_s)
+
+
+async def _long_short(run: Run) -> list[Row]:
+    """Short prompts that arrive while a long one is prefilled; each kind alone."""
+    sizes = run.sizes
+    num_short, delay_s, output_tokens = known(sizes.num_requests), known(sizes.delay_s), known(sizes.output_tokens)
+    async with run.service() as service:
+        draw_short = partial(service.asks.many, num_short, known(sizes.prompt_tokens), output_tokens)
+        draw_long = partial(service.asks.many, known(sizes.num_long), known(sizes.long_prompt_tokens), output_tokens)
+        async with service.phase("together") as together, asyncio.TaskGroup() as tasks:
+            longs = draw_long()
+            tasks.create_task(together.load.open("long", longs, [0.0] * len(longs)))
+            tasks.create_task(together.load.open("short", draw_short(), [delay_s] * num_short))
+        async with service.phase("short alone") as short_alone:
+            await short_alone.load.open("short", draw_short(), [0.0] * num_short)
+        async with service.phase("long alone") as long_alone:
+            await long_alone.load.open("long", draw_long(), [0.0] * len(longs))
+    return [
+        together.row("short", "short"),
+        together.row("long", "long"),
+        short_alone.row("short-alone", "short"),
+        long_alone.row("long-alone", "long"),
+    ]
+
+
+async def _priority(run: Run) -> list[Row]:
+    """High-priority requests one by one, while low-priority streams fill every seat, and on an idle service."""
+    sizes = run.sizes
+    num_low, lengths = known(sizes.max_concurrency), (known(sizes.prompt_tokens), known(sizes.output_tokens))
+    num_seats = max(1, num_low // STREAMS_PER_SEAT)
+    async with run.service(max_num_seqs=num_seats) as service:
+        draw_high = partial(service.asks.many, known(sizes.num_requests), *lengths, "high")
+        async with service.phase("idle") as idle:
+            await idle.load.closed("high", draw_high(), 1)
+        stop = asyncio.Event()
+        async with service.phase("saturated") as saturated, asyncio.TaskGroup() as tasks:
+            make_low = partial(service.asks.one, *lengths, "low")
+            tasks.create_task(saturated.load.keep("low", make_low, num_low, stop))
+            for _ in range(num_seats):
+                await saturated.load.streaming.acquire()
+            first_s = time.monotonic()
+            await saturated.load.closed("high", draw_high(), 1)
+            last_s = time.monotonic()
+            stop.set()
+    return [
+        saturated.row("high", "high"),
+        saturated.row("low", "low", (first_s, last_s)),
+        idle.row("high-idle", "high"),
+    ]
+
+
+async def _overload(run: Run) -> list[Row]:
+    """Capacity, three times as much for a while, and capacity again."""
+    sizes = run.sizes
+    concurrency, duration_s = known(sizes.max_concurrency), known(sizes.duration_s)
+    async with run.service(max_num_requests=ADMITTED_PER_CLIENT * concurrency) as service:
+        async with service.phase("at 1x") as before:
+            await before.load.closed("closed", service.draw(), concurrency)
+        at_1x = before.row("at-1x")
+        rate = max(OVERLOAD_FACTOR * at_1x.requests / at_1x.duration_s, 1 / duration_s)
+        times = arrival_times(rate, known(sizes.burstiness), run.config.seed)
+        arrivals_s = list(itertools.takewhile(lambda due_s: due_s < duration_s, times))
+        one = partial(service.asks.one, known(sizes.prompt_tokens), known(sizes.output_tokens))
+        async with service.phase("at 3x") as above:
+            await above.load.open("open", [one() for _ in arrivals_s], arrivals_s)
+        async with service.phase("after") as after:
+            await after.load.closed("closed", service.draw(), concurrency)
+    outcomes = above.load.all_outcomes()
+    offered: dict[str, float] = {"offered_rps": rate, "offered_requests": len(arrivals_s)}
+    accepted = [outcome for outcome in outcomes if not outcome.is_refused]
+    refused = [outcome for outcome in outcomes if outcome.is_refused]
+    return [
+        at_1x,
+        above.row_of("at-3x-accepted", accepted, figures=offered),
+        above.row_of("refused", refused),
+        after.row("after"),
+    ]
+
+
+CONTENTION = (
+    Scenario(
+        "interference",
+        "what long prompts do to the gaps of streams that run",
+        Sizes(
+            max_concurrency=16,
+            prompt_tokens=128,
+            output_tokens=160,
+            num_long=6,
+            long_prompt_tokens=2048,
+            delay_s=4.0,
+            period_s=3.0,
+            duration_s=22.0,
+        ),
+        _interference,
+    ),
+    Scenario(
+        "long-short",
+        "what a long prompt does to the first tokens of short ones behind it",
+        Sizes(num_requests=20, prompt_tokens=64, output_tokens=16, num_long=1, long_prompt_tokens=6000, delay_s=1.0),
+        _long_short,
+    ),
+    Scenario(
+        "priority",
+        "what a saturated service does to urgent requests",
+        Sizes(num_requests=8, max_concurrency=16, prompt_tokens=128, output_tokens=64),
+        _priority,
+    ),
+    Scenario(
+        "overload",
+        "what three times the capacity does to those who get in, and how fast the others are told",
+        Sizes(
+            num_requests=32,
+            max_concurrency=16,
+            burstiness=1.0,
+            duration_s=20.0,
+            dataset="random",
+            prompt_tokens=128,
+            output_tokens=64,
+        ),
+        _overload,
+    ),
+)
