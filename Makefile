@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 ORACLE := .venv-oracle
 MODEL ?= smollm2
 PYTEST_ARGS ?=
+SCENARIO ?= throughput
 BENCH_ARGS ?=
 MINUTES ?= 10
 
@@ -17,7 +18,7 @@ help:
 	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
 	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
-	@echo "make bench   load on a fresh service; BENCH_ARGS='--max-concurrency 32' and so on"
+	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
 	@echo "make soak    fault and property tests again and again, other random cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
 
@@ -57,8 +58,13 @@ lint: setup
 protos: setup
 	$(BIN)/python tests/tools/stubs.py --write
 
-bench: setup
-	$(BIN)/baton bench --model $(MODEL) $(BENCH_ARGS)
+# Conversations are large, so only those who measure get them.
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[bench]'
+	touch $@
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/baton bench $(SCENARIO) $(BENCH_ARGS)
 
 soak: setup
 	$(BIN)/python tests/tools/soak.py $(MINUTES)
