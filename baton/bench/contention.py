@@ -36,7 +36,7 @@ async def _interference(run: Run) -> list[Row]:
 
 
 async def _steady(run: Run, service: Service, name: str, *, with_long: bool) -> tuple[Phase, Window]:
-    """Streams that are kept running, and the window in which long prompts come or would come."""
+    """Streams that are kept running, and the window in which long prompts are prefilled or would be."""
     sizes, asks = run.sizes, service.asks
     delay_s, duration_s = known(sizes.delay_s), known(sizes.duration_s)
     count, output_tokens = known(sizes.num_long), known(sizes.output_tokens)
@@ -48,8 +48,8 @@ async def _steady(run: Run, service: Service, name: str, *, with_long: bool) -> 
         await phase.load.open("long", longs, arrivals_s)
         await asyncio.sleep(max(0.0, phase.started_s + duration_s - time.monotonic()))
         stop.set()
-        ended_s = time.monotonic()
-    return phase, (phase.started_s + delay_s, ended_s)
+    prefilled_s = [(*each.message_times_s, each.ended_s)[0] for each in phase.load.outcomes.get("long", [])]
+    return phase, (phase.started_s + delay_s, max([phase.started_s + duration_s, *prefilled_s]))
 
 
 async def _long_short(run: Run) -> list[Row]:
