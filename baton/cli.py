@@ -56,6 +56,11 @@ def run(argv: Sequence[str]) -> int:
         # Whoever read our output has enough. Nothing may be flushed to it at exit.
         sys.stdout = None
         return 1
+    except OSError as error:
+        # A full disk behind standard output, for example; what is left in its buffer cannot be written at exit either.
+        sys.stdout = None
+        print(f"baton {name}: cannot read or write: {error}", file=sys.stderr)
+        return 1
 
 
 def usage() -> str:
@@ -125,6 +130,9 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _version(argv: Sequence[str]) -> int:
+    if argv in (["-h"], ["--help"]):
+        print("usage: baton version\n\nPrints the version; there are no options.")
+        return 0
     if argv:
         raise ConfigError("takes no options")
     print(f"baton {configuration.version()}")

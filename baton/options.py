@@ -109,8 +109,8 @@ class AnswerConfig:
     priority: Literal["low", "normal", "high"] | None = field(default=None, metadata=_in("Router"))
     """The request's class."""
 
-    temperature: float | None = field(default=None, metadata=_in("Sampling"))
-    """0 always takes the likeliest token; the router's default is 1."""
+    temperature: float = field(default=0.7, metadata=_in("Sampling"))
+    """0 always takes the likeliest token. (A request that says nothing is sampled at 1.)"""
     top_p: float | None = field(default=None, metadata=_in("Sampling"))
     """Sample from the smallest set of tokens that reaches this probability."""
     top_k: int | None = field(default=None, metadata=_in("Sampling"))
@@ -123,8 +123,8 @@ class AnswerConfig:
     """Against tokens, for each time they occurred in the output."""
     repetition_penalty: float | None = field(default=None, metadata=_in("Sampling"))
     """Against tokens that occurred in prompt or output; 1 is off."""
-    max_tokens: int | None = field(default=None, metadata=_in("Sampling"))
-    """Most tokens to generate."""
+    max_tokens: int = field(default=512, metadata=_in("Sampling"))
+    """Most tokens to generate. (A request that says nothing may fill the model's context.)"""
     min_tokens: int | None = field(default=None, metadata=_in("Sampling"))
     """No end before this many tokens."""
     seed: int | None = field(default=None, metadata=_in("Sampling"))

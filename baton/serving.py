@@ -78,7 +78,9 @@ async def _serve_until_cancelled(config: ServeConfig, progress: Progress, output
         progress.finish_loading()
         address = system.topology.addresses[0]
         hint = "" if address == "127.0.0.1:50051" else f" --address {address}"
-        print(f'ready: baton chat{hint}   or   baton generate{hint} "..."', file=output, flush=True)
+        # The tracer has no chat template.
+        chat = "" if config.model == "tracer" else f"baton chat{hint}   or   "
+        print(f'ready: {chat}baton generate{hint} "..."', file=output, flush=True)
         await system.supervisor.wait_for_failure()
 
 

@@ -269,15 +269,18 @@ class Attempt:
         return record
 
     async def _all_tokens(self, num_tokens: int) -> None:
-        """The record may overtake the last tokens, which come on another stream."""
-        try:
-            async with asyncio.timeout(LAST_TOKENS_S):
-                while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
-                    self.answer.progressed.clear()
+        """The record may overtake the last tokens, which come on another stream; under load by as long as that stream
+        has other tokens to bring. Only when it brings nothing at all are they taken for lost."""
+        arrived_s = time.monotonic()
+        while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
+            self.answer.progressed.clear()
+            try:
+                async with asyncio.timeout(LAST_TOKENS_S):
                     await self.answer.progressed.wait()
-        except TimeoutError:
-            text = f"worker {self.decode.worker_id} left out its last tokens"
-            raise AttemptFailed(text, self.decode, worker_died=True) from None
+            except TimeoutError:
+                if time.monotonic() - max(arrived_s, self.decode.delivered_s) >= LAST_TOKENS_S:
+                    text = f"worker {self.decode.worker_id} left out its last tokens"
+                    raise AttemptFailed(text, self.decode, worker_died=True) from None
 
     async def _finish_when_stopped(self) -> None:
         await self.answer.stopped.wait()

@@ -75,7 +75,9 @@ class Dispatcher:
                     num_deaths = 0 if progressed else num_deaths + failure.worker_died
                     num_failures = 0 if progressed else num_failures + 1
                     num_evictions += failure.evicted
-                    LOG.warning("%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
+                    # Eviction is scheduling at work; anything else is for someone to look at.
+                    level = logging.INFO if failure.evicted else logging.WARNING
+                    LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
                     if num_deaths >= MAX_DEATHS or num_failures >= MAX_FAILURES:
                         raise Unavailable(
                             f"the request failed {num_failures} times running without a new token; last: "

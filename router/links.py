@@ -46,6 +46,8 @@ class Incarnation:
         """As last reported."""
         self.reported_s = time.monotonic()
         """When that was."""
+        self.delivered_s = 0.0
+        """When its token stream last brought anything; monotonic clock."""
         self.is_proved = False
         """Whether a probe has crossed it; requests go to proved workers only."""
         self.attached = asyncio.Event()
@@ -94,6 +96,7 @@ class Incarnation:
 
     def deliver(self, message: worker_pb2.AttachResponse) -> None:
         """Hands the tokens of a step to their sinks; those of attempts that have ended are dropped."""
+        self.delivered_s = time.monotonic()
         for entry in message.attempts:
             sink = self._sinks.get(entry.attempt_id)
             if sink is not None:

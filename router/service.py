@@ -71,7 +71,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
             with self._named(prepared.request_id):
                 answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
-                span = self._start_span(prepared, context)
+                operation = "chat" if request.messages else "text_completion"
+                span = self._start_span(prepared, operation, context)
                 serving = asyncio.create_task(self._serve(answer, prepared, span))
                 try:
                     await self._stream(answer, serving, context)
@@ -159,7 +160,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self._model.chat_template is not None,
         )
 
-    def _start_span(self, prepared: PreparedRequest, context: Context[object, object]) -> Span:
+    def _start_span(self, prepared: PreparedRequest, operation: str, context: Context[object, object]) -> Span:
         sampling = prepared.sampling
         return self._telemetry.start_span(
             "baton.v1.Inference/Generate",
@@ -168,7 +169,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             attributes={
                 "rpc.system.name": "grpc",
                 "rpc.method": "baton.v1.Inference/Generate",
-                "gen_ai.operation.name": "chat",
+                "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "baton",
                 "gen_ai.request.model": self._model.name,
                 "gen_ai.request.max_tokens": sampling.max_tokens,

@@ -36,6 +36,10 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The library drops calls at random beyond 1,000 that no handler has taken yet, as CANCELLED without a word. A
+    # service has its own limits and says so; the library's are set out of reach.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
     # A second process on the same port would get half of the connections; it must fail to start instead.
     ("grpc.so_reuseport", 0),
     # The name has no "recv", unlike the constant in the library's headers; wrong names are ignored without a word.
