@@ -40,11 +40,12 @@ def generate(config: GenerateConfig, output: TextIO, errors: TextIO) -> int:
 def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> int:
     """A conversation, one line a turn, until end of input or /quit; the exit code.
 
-    A turn that fails is taken back, so that the conversation can go on.
+    A turn that fails is taken back, so that the conversation can go on. From a pipe nobody sees that: the exit code is
+    1 then.
     """
     interactive = source.isatty()
     messages = [{"role": "system", "content": config.system}] if config.system else []
-    session_id = secrets.token_hex(16)
+    session_id, num_failed = secrets.token_hex(16), 0
     with Client(config.address, timeout_s=config.timeout_s) as client:
         if interactive:
             errors.write(f"{client.get_model().model} at {config.address}; {QUIT_WORDS[0]} or Ctrl-D ends\n")
@@ -57,9 +58,9 @@ def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> 
                 break
             if line.strip():
                 messages.append({"role": "user", "content": line.strip()})
-                _answer(client, config, messages, session_id, output, errors)
+                num_failed += not _answer(client, config, messages, session_id, output, errors)
         client.end_session(session_id)
-    return 0
+    return 1 if num_failed and not interactive else 0
 
 
 def _answer(
@@ -69,7 +70,8 @@ def _answer(
     session_id: str,
     output: TextIO,
     errors: TextIO,
-) -> None:
+) -> bool:
+    """One turn; whether it was answered."""
     parts: list[str] = []
     try:
         for chunk in client.generate(
@@ -80,10 +82,11 @@ def _answer(
             output.flush()
     except BatonError as error:
         messages.pop()
-        errors.write(f"\n{error.message}\n")
-        return
+        errors.write(f"\nbaton chat: {error.message}\n")
+        return False
     output.write("\n")
     messages.append({"role": "assistant", "content": "".join(parts)})
+    return True
 
 
 def workers(config: WorkersConfig, output: TextIO) -> int:

@@ -122,10 +122,12 @@ def _own_error(info: error_details_pb2.ErrorInfo, message: str, details: list[An
 def _foreign_error(code: grpc.StatusCode, message: str) -> BatonError:
     """What the gRPC library itself reports: no worker code ran, or it ran into a limit of the connection."""
     if code is grpc.StatusCode.UNAVAILABLE:
-        return Unavailable(message)
+        return Unavailable(f"no connection, or it broke: is the service running at this address? ({message})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return InvalidArgument("message", message)
-    if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Aborted("the time allowed for this call was over before its answer was complete")
+    if code is grpc.StatusCode.CANCELLED:
         return Aborted(message or code.name)
     return BatonError(message or code.name)
 

@@ -248,3 +248,24 @@ async def test_workers_have_no_deadline_when_the_client_has_none() -> None:
     async with pair() as both:
         await both.run(answer_of(6))
         assert both.p.times_allowed_s == both.d.times_allowed_s == [None]
+
+
+async def test_last_tokens_are_waited_for_while_their_stream_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load the token stream lags the record by more than any fixed time, without anything being lost."""
+    monkeypatch.setattr(attempts, "LAST_TOKENS_S", 0.3)
+
+    async def decode(worker: FakeWorker, request: Any) -> worker_pb2.DecodeRunResponse:
+        async def lag() -> None:
+            other = worker_pb2.DecodeRunRequest(attempt=worker_pb2.Attempt(attempt_id=b"o" * 16))
+            for _ in range(6):
+                await asyncio.sleep(0.15)  # the stream brings tokens of others meanwhile
+                worker.emit(other, 1)
+            worker.emit(request, *b"abcdef")
+
+        worker.lagging = asyncio.ensure_future(lag())  # type: ignore[attr-defined]
+        return finished(request, 6)
+
+    async with pair(decode=decode) as both:
+        answer = answer_of(6)
+        await both.run(answer, local=True)
+        assert bytes(answer.token_ids) == b"abcdef"

@@ -375,3 +375,12 @@ async def _health(stub: Any, service: str) -> str:
 def _name(response: Any) -> str:
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     return name
+
+
+async def test_calls_that_no_handler_has_taken_yet_are_not_dropped() -> None:
+    """The library's own limit would end calls at random, as CANCELLED without a word."""
+    from runtime.rpc import SERVER_OPTIONS
+
+    options = dict(SERVER_OPTIONS)
+    assert options["grpc.server.max_pending_requests"] >= 10_000
+    assert options["grpc.server.max_pending_requests_hard_limit"] >= options["grpc.server.max_pending_requests"]
