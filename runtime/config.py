@@ -2,7 +2,8 @@
 
 Owns the only read of the environment and of configuration files. A field's type decides what is accepted, the
 docstring line under it is its help text, and `field(metadata={...})` may add `flag` ("--name"), `group` (help
-section), `choices`, `min`, `max`, `positional` (True: no flag) and `hidden` (True: left out of --help).
+section), `choices`, `min`, `max`, `positional` (True: no flag), `hidden` (True: left out of --help), `aliases` (further
+flags) and `bare` (what the flag stands for when no value follows).
 Later sources win: default < file (`--config FILE`) < environment (`BATON_<FIELD>`) < flag. Nothing is guessed: an
 unknown key, an unknown flag or a value of the wrong shape is a ConfigError that names source, key, value and what is
 accepted. Other BATON_ variables are left alone, because processes of different roles share one environment.
@@ -61,6 +62,10 @@ class Option:
     """MISSING where a value must be given."""
     flag: str | None
     """None: given by position."""
+    aliases: tuple[str, ...]
+    """Other flags for the same."""
+    bare: str | None
+    """The value of the flag alone; None: it needs one."""
     group: str
     """Section of --help."""
     hidden: bool
@@ -263,6 +268,8 @@ def _option(field: dataclasses.Field[Any], hint: Any, help_line: str) -> Option:
         maximum=metadata.get("max"),
         default=default,
         flag=None if metadata.get("positional") else metadata.get("flag", "--" + field.name.replace("_", "-")),
+        aliases=tuple(metadata.get("aliases", ())),
+        bare=metadata.get("bare"),
         group=metadata.get("group", "Options"),
         hidden=metadata.get("hidden", False),
         help=help_line,
@@ -310,7 +317,9 @@ def _parser(options: list[Option], prog: str, description: str) -> argparse.Argu
         else:
             metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
             metavar = "A,B,..." if option.kind is tuple and not option.choices else metavar
-            group.add_argument(option.flag, dest=option.name, metavar=metavar, help=_help(option))
+            bare: dict[str, Any] = {} if option.bare is None else {"nargs": "?", "const": option.bare}
+            flags = (option.flag, *option.aliases)
+            group.add_argument(*flags, dest=option.name, metavar=metavar, help=_help(option), **bare)
     return parser
 
 

@@ -86,8 +86,8 @@ class BenchConfig:
 
     slo: tuple[str, ...] = field(default=(), metadata=_in("Output"))
     """Limits in milliseconds, ttft:500,itl:100; also tpot and e2e. Requests within all of them are goodput."""
-    json: str | None = field(default=None, metadata=_in("Output"))
-    """File for the results; "-" is standard output, in place of the table."""
+    json: str | None = field(default=None, metadata=_in("Output", bare=STANDARD_OUTPUT))
+    """File for the results; "-", or no value, is standard output, in place of the table."""
     plot: Path | None = field(default=None, metadata=_in("Output"))
     """PNG file for gaps between tokens, running and queued requests over time, and the load of each worker."""
     timeout_s: float = field(default=600.0, metadata=_in("Output", min=0.1))

@@ -42,6 +42,10 @@ class Example(Base):
     """A limit."""
     level: str = field(default="low", metadata={"flag": "--how-high", "choices": ["low", "high"]})
     """A level."""
+    count: int = field(default=1, metadata={"aliases": ("--number", "--num")})
+    """A count."""
+    report: str | None = field(default=None, metadata={"bare": "-"})
+    """A file."""
     secret_fd: int | None = field(default=None, metadata={"hidden": True})
     """Not for people."""
 
@@ -76,6 +80,11 @@ def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
         ("--limit=7", "limit", 7),
         ("--limit=None", "limit", None),
         ("--how-high=high", "level", "high"),
+        ("--count=2", "count", 2),
+        ("--number=3", "count", 3),
+        ("--num=4", "count", 4),
+        ("--report", "report", "-"),
+        ("--report=file", "report", "file"),
     ],
 )
 def test_flags_of_every_type(flag: str, name: str, expected: object) -> None:
@@ -105,6 +114,7 @@ def test_words_for_true(word: str) -> None:
         (["--model=m", "--prot=1"], {}, ["--prot=1", "example --help"]),
         (["--model=m", "stray"], {}, ["stray"]),
         (["--mod=m"], {}, ["--mod=m"]),
+        (["--model=m", "--number=x"], {}, ["--count", "'x'", "a whole number"]),
         ([], {}, ["--model", "BATON_MODEL", "text"]),
         (["--model=m", "--config=/nonexistent.toml"], {}, ["/nonexistent.toml", "cannot be read"]),
     ],
@@ -169,7 +179,7 @@ def test_other_variables_are_left_alone() -> None:
     "value",
     [
         Example("m"),
-        Example("-m", 7, 0.1, True, "mixed", (), Path("x y"), 3, "high", 4),
+        Example("-m", 7, 0.1, True, "mixed", (), Path("x y"), 3, "high", 5, "r", 4),
         Example("a=b", names=("x", "--y")),
     ],
 )
