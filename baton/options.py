@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.client import DEFAULT_ADDRESS
+from runtime import config as configuration
 from runtime.errors import ConfigError
 
 
@@ -71,6 +72,10 @@ class ServeConfig:
     """Blocks a worker's KV pool may grow to."""
     kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
     """Transports to offer, of shm, grpc, ...; default: all."""
+    prefill_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
+    """Options of this section for prefill workers alone: max-num-batched-tokens=1024,chunk-size=256."""
+    decode_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
+    """Options of this section for decode and mixed workers alone: max-batch-size=32,max-num-seqs=64."""
 
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
     """Where spans go."""
@@ -86,6 +91,32 @@ class ServeConfig:
             raise ConfigError("--num-decode: at least one decode or mixed worker is needed, got 0 of both")
         if self.port > 0 and self.port + self.num_routers - 1 > 65535:
             raise ConfigError(f"--port: {self.num_routers} routers need ports up to {self.port + self.num_routers - 1}")
+        read_pool_options("--prefill-options", self.prefill_options)
+        read_pool_options("--decode-options", self.decode_options)
+
+
+SAME_IN_BOTH_POOLS = ("block_size",)
+"""Of the options of workers, those that a handoff needs to be equal."""
+
+
+def read_pool_options(flag: str, words: tuple[str, ...]) -> dict[str, object]:
+    """The values of `words`, "name=value", by field of ServeConfig. ConfigError names `flag` and what is wrong."""
+    known: dict[str, configuration.Option] = {}
+    for option in configuration.options_of(ServeConfig):
+        separate = option.group == "Workers" and option.kind is not tuple and option.name not in SAME_IN_BOTH_POOLS
+        for name in (option.flag, *option.aliases) if separate else ():
+            assert name is not None
+            known[name.removeprefix("--")] = option
+    values: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        option_or_none = known.get(name.replace("_", "-"))
+        if not equals or option_or_none is None:
+            raise ConfigError(f"{flag}: {word!r} is not accepted; give name=value, of: {', '.join(known)}")
+        if option_or_none.name in values:
+            raise ConfigError(f"{flag}: {name} is given twice")
+        values[option_or_none.name] = configuration.parse_text(option_or_none, text, f"{flag}: {name}")
+    return values
 
 
 @dataclass(frozen=True, slots=True)

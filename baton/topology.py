@@ -10,9 +10,10 @@ import random
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from baton.options import ServeConfig
+from baton.options import ServeConfig, read_pool_options
 from runtime.errors import Unavailable
 from runtime.rpc import format_address
 
@@ -74,6 +75,9 @@ def plan_topology(
     is 0. `run_id` makes worker ids of this run unlike those of earlier ones that share a Redis.
     """
     free_ports = iter(ports)
+    prefill_only: dict[str, Any] = read_pool_options("--prefill-options", config.prefill_options)
+    decode_only: dict[str, Any] = read_pool_options("--decode-options", config.decode_options)
+    prefill_config, decode_config = replace(config, **prefill_only), replace(config, **decode_only)
     kinds = ["prefill"] * config.num_prefill + ["decode"] * config.num_decode + ["mixed"] * config.num_mixed
     shares = split_cpus(sorted(cpus), config.num_prefill, config.num_decode + config.num_mixed)
     workers: list[ProcessSpec] = []
@@ -82,7 +86,8 @@ def plan_topology(
         name = f"{kind}-{len(addresses[kind])}"
         port = next(free_ports)
         addresses[kind].append(format_address(LOOPBACK, port))
-        workers.append(_worker(config, kind, f"{name}-{run_id}", name, port, redis_url, share))
+        pool_config = prefill_config if kind == "prefill" else decode_config
+        workers.append(_worker(pool_config, kind, f"{name}-{run_id}", name, port, redis_url, share))
     shared_cpus = frozenset(cpu for spec in workers if spec.name.startswith("prefill") for cpu in spec.cpus)
     routers: list[ProcessSpec] = []
     public: list[str] = []

@@ -21,6 +21,7 @@ from engine.config import WorkerConfig
 from router.config import RouterConfig
 from runtime import config as configuration
 from runtime import errors
+from runtime.errors import ConfigError
 from runtime.status import Report
 
 
@@ -161,6 +162,38 @@ def test_routers_know_all_workers_and_workers_share_redis() -> None:
     assert flags["router-0"]["port"] == "105"
     assert {flag["redis-url"] for flag in flags.values()} == {"redis://127.0.0.1:7/0"}
     assert len({flags[name]["worker-id"] for name in ("prefill-0", "prefill-1", "decode-0", "mixed-0")}) == 4
+
+
+def test_each_pool_may_have_options_of_its_own() -> None:
+    config = ServeConfig(
+        "m",
+        num_mixed=1,
+        chunk_size=64,
+        prefill_options=("chunk-size=128", "max_num_seqs=9"),
+        decode_options=("max-batch-size=5", "batch-schedule=static"),
+    )
+    flags = plan(config)
+    assert (flags["prefill-0"]["chunk-size"], flags["prefill-0"]["max-num-seqs"]) == ("128", "9")
+    assert "max-batch-size" not in flags["prefill-0"]
+    for name in ("decode-0", "mixed-0"):
+        assert (flags[name]["chunk-size"], flags[name]["max-batch-size"]) == ("64", "5")
+        assert flags[name]["batch-schedule"] == "static" and "max-num-seqs" not in flags[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("max-batch-size",), "'max-batch-size' is not accepted; give name=value, of: "),
+        (("max-batch-size=0",), "max-batch-size: 0 is not accepted; give a whole number, at least 1"),
+        (("max-batch-size=1", "max_batch_size=2"), "max_batch_size is given twice"),
+        (("block-size=4",), "'block-size=4' is not accepted"),
+        (("port=4",), "'port=4' is not accepted"),
+    ],
+)
+def test_an_option_of_one_pool_that_cannot_be_is_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match="--decode-options: ") as caught:
+        ServeConfig("m", decode_options=words)
+    assert text in caught.value.message
 
 
 def test_options_that_were_not_given_are_left_to_the_processes() -> None:
