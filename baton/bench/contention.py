@@ -21,6 +21,10 @@ ADMITTED_PER_CLIENT = 2
 """Requests that the router admits for each client of the closed loop; what comes beyond is refused."""
 STREAMS_PER_SEAT = 2
 """Low-priority streams for each seat: half of them always wait."""
+DEFAULT_CHUNK_TOKENS = 512
+"""Of a service that is told nothing else."""
+NUM_CHUNK_PROMPTS = 3
+"""Prompts of each length from which the time of a chunk is taken."""
 
 
 async def _interference(run: Run) -> list[Row]:
@@ -40,7 +44,8 @@ async def _steady(run: Run, service: Service, name: str, *, with_long: bool) -> 
     sizes, asks = run.sizes, service.asks
     delay_s, duration_s = known(sizes.delay_s), known(sizes.duration_s)
     count, output_tokens = known(sizes.num_long), known(sizes.output_tokens)
-    longs = asks.many(count if with_long else 0, known(sizes.long_prompt_tokens), output_tokens)
+    long_lengths = known(sizes.long_prompt_tokens), known(sizes.long_output_tokens)
+    longs = asks.many(count if with_long else 0, *long_lengths)
     arrivals_s = [delay_s + index * known(sizes.period_s) for index in range(len(longs))]
     make, stop = partial(asks.one, known(sizes.prompt_tokens), output_tokens), asyncio.Event()
     async with service.phase(name) as phase, asyncio.TaskGroup() as tasks:
@@ -57,6 +62,7 @@ async def _long_short(run: Run) -> list[Row]:
     sizes = run.sizes
     num_short, delay_s, output_tokens = known(sizes.num_requests), known(sizes.delay_s), known(sizes.output_tokens)
     async with run.service() as service:
+        chunk_ms = await _chunk_ms(run, service)
         draw_short = partial(service.asks.many, num_short, known(sizes.prompt_tokens), output_tokens)
         draw_long = partial(service.asks.many, known(sizes.num_long), known(sizes.long_prompt_tokens), output_tokens)
         async with service.phase("together") as together, asyncio.TaskGroup() as tasks:
@@ -70,35 +76,58 @@ async def _long_short(run: Run) -> list[Row]:
     return [
         together.row("short", "short"),
         together.row("long", "long"),
-        short_alone.row("short-alone", "short"),
+        short_alone.row("short-alone", "short", figures={"chunk_ms": chunk_ms}),
         long_alone.row("long-alone", "long"),
     ]
 
 
 async def _priority(run: Run) -> list[Row]:
-    """High-priority requests one by one, while low-priority streams fill every seat, and on an idle service."""
+    """High-priority requests one by one: on an idle service, while low-priority streams fill every seat of decode, and
+    while low-priority prompts fill prefill."""
     sizes = run.sizes
     num_low, lengths = known(sizes.max_concurrency), (known(sizes.prompt_tokens), known(sizes.output_tokens))
+    long_lengths = known(sizes.long_prompt_tokens), known(sizes.long_output_tokens)
     num_seats = max(1, num_low // STREAMS_PER_SEAT)
     async with run.service(max_num_seqs=num_seats) as service:
+        chunk_ms = await _chunk_ms(run, service)
         draw_high = partial(service.asks.many, known(sizes.num_requests), *lengths, "high")
         async with service.phase("idle") as idle:
             await idle.load.closed("high", draw_high(), 1)
-        stop = asyncio.Event()
-        async with service.phase("saturated") as saturated, asyncio.TaskGroup() as tasks:
-            make_low = partial(service.asks.one, *lengths, "low")
-            tasks.create_task(saturated.load.keep("low", make_low, num_low, stop))
-            for _ in range(num_seats):
-                await saturated.load.streaming.acquire()
-            first_s = time.monotonic()
-            await saturated.load.closed("high", draw_high(), 1)
-            last_s = time.monotonic()
-            stop.set()
-    return [
-        saturated.row("high", "high"),
-        saturated.row("low", "low", (first_s, last_s)),
-        idle.row("high-idle", "high"),
-    ]
+        saturated_rows = []
+        for kind, low_lengths in (("", lengths), ("-prefill", long_lengths)):
+            make_low, stop = partial(service.asks.one, *low_lengths, "low"), asyncio.Event()
+            async with service.phase(f"saturated{kind}") as saturated, asyncio.TaskGroup() as tasks:
+                tasks.create_task(saturated.load.keep("low", make_low, num_low, stop))
+                for _ in range(num_seats):
+                    await saturated.load.streaming.acquire()
+                first_s = time.monotonic()
+                await saturated.load.closed("high", draw_high(), 1)
+                last_s = time.monotonic()
+                stop.set()
+            saturated_rows += [
+                saturated.row(f"high{kind}", "high"),
+                saturated.row(f"low{kind}", "low", (first_s, last_s), {"most_recomputed": _most_recomputed(saturated)}),
+            ]
+    return [*saturated_rows, idle.row("high-idle", "high", figures={"chunk_ms": chunk_ms})]
+
+
+async def _chunk_ms(run: Run, service: Service) -> float:
+    """Milliseconds that a chunk of prefill takes on the idle service: what a second chunk adds to the first token."""
+    chunk_tokens = run.serve_config({}).chunk_size or DEFAULT_CHUNK_TOKENS
+    medians_ms = []
+    async with service.phase("one chunk more") as phase:
+        for num_tokens in (chunk_tokens, 2 * chunk_tokens):
+            asks = service.asks.many(NUM_CHUNK_PROMPTS, num_tokens, 1)
+            await phase.load.closed(str(num_tokens), asks, 1)
+            ttft_ms = phase.row("", str(num_tokens)).ttft_ms
+            medians_ms.append(ttft_ms.p50 if ttft_ms else 0.0)
+    return medians_ms[1] - medians_ms[0]
+
+
+def _most_recomputed(phase: Phase) -> int:
+    """Attempts beyond the first of the low-priority request that had most, of the whole phase."""
+    finishes = [outcome.finish for outcome in phase.load.outcomes.get("low", []) if outcome.finish]
+    return max((finish.served_by.num_attempts - 1 for finish in finishes), default=0)
 
 
 async def _overload(run: Run) -> list[Row]:
@@ -139,6 +168,7 @@ CONTENTION = (
             output_tokens=160,
             num_long=6,
             long_prompt_tokens=2048,
+            long_output_tokens=8,
             delay_s=4.0,
             period_s=3.0,
             duration_s=22.0,
@@ -154,7 +184,14 @@ CONTENTION = (
     Scenario(
         "priority",
         "what a saturated service does to urgent requests",
-        Sizes(num_requests=8, max_concurrency=16, prompt_tokens=128, output_tokens=64),
+        Sizes(
+            num_requests=8,
+            max_concurrency=16,
+            prompt_tokens=128,
+            output_tokens=64,
+            long_prompt_tokens=1024,
+            long_output_tokens=2,
+        ),
         _priority,
     ),
     Scenario(

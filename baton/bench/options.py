@@ -81,6 +81,8 @@ class BenchConfig:
     """Long prompts."""
     long_prompt_tokens: int | None = field(default=None, metadata=_in("Prompts", min=1))
     """Tokens of each long prompt."""
+    long_output_tokens: int | None = field(default=None, metadata=_in("Prompts", min=1))
+    """Tokens of the answer to each long prompt."""
     seed: int = field(default=0, metadata=_in("Prompts"))
     """Of prompts, lengths and arrival times."""
 
@@ -130,6 +132,8 @@ class Sizes:
     """Long prompts."""
     long_prompt_tokens: int | None = None
     """Tokens of a long prompt."""
+    long_output_tokens: int | None = None
+    """Tokens of the answer to a long prompt."""
 
 
 def resolve(config: BenchConfig, defaults: Sizes) -> Sizes:

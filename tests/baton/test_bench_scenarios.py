@@ -96,7 +96,8 @@ def test_an_open_loop_reuses_shared_prefixes_and_draws_what_happened(tmp_path: P
 def test_interference(role: str) -> None:
     found = results(
         "interference", f"--role={role}", "--max-concurrency=3", "--prompt-tokens=16", "--output-tokens=12",
-        "--num-long=2", "--long-prompt-tokens=200", "--delay-s=0.2", "--period-s=0.1", "--duration-s=0.6",
+        "--num-long=2", "--long-prompt-tokens=200", "--long-output-tokens=3",
+        "--delay-s=0.2", "--period-s=0.1", "--duration-s=0.6",
     )  # fmt: skip
     rows = rows_of(found)
     assert list(rows) == ["steady", "long", "steady-alone"]
@@ -112,10 +113,17 @@ def test_long_short() -> None:
 
 
 def test_priority() -> None:
-    rows = rows_of(results("priority", "--num-requests=2", "--max-concurrency=4", "--output-tokens=16"))
-    assert list(rows) == ["high", "low", "high-idle"]
-    assert rows["high"]["requests"] == rows["high-idle"]["requests"] == 2
-    assert rows["low"]["output_tok_s"] > 0
+    rows = rows_of(
+        results(
+            "priority", "--num-requests=2", "--max-concurrency=4", "--output-tokens=16", "--long-prompt-tokens=200",
+            "--serve=chunk-size=64",
+        )
+    )  # fmt: skip
+    assert list(rows) == ["high", "low", "high-prefill", "low-prefill", "high-idle"]
+    assert {rows[name]["requests"] for name in ("high", "high-prefill", "high-idle")} == {2}
+    for name in ("low", "low-prefill"):
+        assert rows[name]["output_tok_s"] > 0 and 0 <= rows[name]["most_recomputed"] <= 3
+    assert "chunk_ms" in rows["high-idle"]
 
 
 def test_overload_counts_refusals_apart_from_failures() -> None:
