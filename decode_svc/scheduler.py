@@ -16,11 +16,13 @@ runs, no token before all of it is there, no place given twice, nobody preempted
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from engine.holdings import Holdings
 from engine.planning import Plan, fill, fill_shared
-from engine.ranking import RankedQueue, oldest
+from engine.ranking import RankedQueue, oldest, rank_when_served
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
@@ -59,7 +61,7 @@ class DecodeScheduler:
     def plan(self, now_s: float) -> Plan:
         """Grows what runs, admits what waits, then fills the step: decode rows first, prefill chunks after."""
         plan, limits = Plan(), self.limits
-        self._choose_batch()
+        self._choose_batch(now_s)
         ready = self._grow_running()
         if limits.is_static:
             ready = self._close_batch(ready, now_s)
@@ -162,12 +164,38 @@ class DecodeScheduler:
             self.end(sequence, State.FINISHED)
         return token
 
-    def _choose_batch(self) -> None:
-        """Lets the first `max_batch_size` decode; those that rank behind pause, with their KV."""
-        for index, sequence in enumerate(self._decoding):
-            state = State.DECODING if index < self._batch_size else State.PAUSED
-            if sequence.state is not state:
-                sequence.move(state)
+    def _choose_batch(self, now_s: float) -> None:
+        """Lets the first `max_batch_size` decode; those that rank behind pause, with their KV. Equals go in the order
+        in which they came: one that waits never takes the place of one that runs."""
+        chosen: Iterable[Sequence] = self._decoding
+        if len(self._decoding) > self._batch_size:
+            chosen = islice(self._by_class(now_s), self._batch_size)
+        chosen = set(chosen)
+        for sequence in self._decoding:
+            state = State.DECODING if sequence in chosen else State.PAUSED
+            if sequence.state is state:
+                continue
+            sequence.move(state)
+            if state is State.PAUSED:
+                sequence.paused_since_s = now_s
+            elif sequence.paused_since_s is not None:
+                sequence.paused_s += now_s - sequence.paused_since_s
+                sequence.paused_since_s = None
+
+    def _by_class(self, now_s: float) -> Iterator[Sequence]:
+        """Those that decode: each class in its order, the classes merged by what their first ones rank now."""
+        classes: dict[int, deque[Sequence]] = {}
+        for sequence in self._decoding:
+            classes.setdefault(sequence.request.priority, deque()).append(sequence)
+        while classes:
+            first = min((members[0] for members in classes.values()), key=lambda each: self._rank_now(each, now_s))
+            members = classes[first.request.priority]
+            yield members.popleft()
+            if not members:
+                del classes[first.request.priority]
+
+    def _rank_now(self, sequence: Sequence, now_s: float) -> float:
+        return rank_when_served(sequence, now_s, self.limits.ageing_s)
 
     def _close_batch(self, ready: list[Sequence], now_s: float) -> list[Sequence]:
         """Static batching: a batch is filled from what waits once the one before has ended to its last member. It is
@@ -221,7 +249,7 @@ class DecodeScheduler:
                 num_passed_over += 1
                 continue
             while not self._seat(sequence, source):
-                if not self._preempt_for(sequence, source):
+                if not self._preempt_for(sequence, source, now_s):
                     return
             self._waiting.discard(sequence)
             self._num_places_given += 1
@@ -248,9 +276,10 @@ class DecodeScheduler:
             return self._num_places_given < self._batch_size
         return self.num_running < self.limits.max_num_seqs
 
-    def _preempt_for(self, sequence: Sequence, source: str | None) -> bool:
-        """Evicts the last by rank of a lower class, if all that may be evicted make room; answers whether room is there
-        to be tried again. Never for an equal, never the oldest, and none more often than the cap."""
+    def _preempt_for(self, sequence: Sequence, source: str | None, now_s: float) -> bool:
+        """Evicts the last by rank, service not counted as waiting, of a lower class, if all that may be evicted make
+        room; answers whether room is there to be tried again. Never for an equal, never the oldest, and none more often
+        than the cap."""
         if self.limits.is_static:
             return False
         if self._has_seat() and self.holdings.num_departing_blocks > 0:
@@ -264,14 +293,14 @@ class DecodeScheduler:
             for holder in holders
             if holder is not never
             and holder.request.priority < priority
-            and self._waiting.rank(holder) > rank
+            and self._rank_now(holder, now_s) > rank
             and holder.request.num_evictions < self.limits.max_preemptions
         }
         headroom = sum(1 for running in self._decoding if running not in victims)
         num_tokens, max_cached = sequence.num_tokens + 1, _max_cached(sequence, source)
         if not victims or not self.holdings.would_admit(sequence, num_tokens, max_cached, headroom, without=victims):
             return False
-        victim = max(victims, key=self._waiting.rank)
+        victim = max(victims, key=lambda holder: (self._rank_now(holder, now_s), self._waiting.rank(holder)))
         self.end(victim, State.EVICTED, "a request of a higher class took its place")
         # Blocks under a transfer come back later, and with them the chance to try again.
         return victim.num_pins == 0

@@ -1,10 +1,14 @@
-"""Who goes first: one rank for everything that waits or may be taken from, and a queue kept in its order.
+"""Who goes first: one rank for everything that waits, what it becomes for those that are served, and a queue in order.
 
 A request's rank is when it arrived, minus the waiting that earlier attempts and hops report, minus `ageing_s` for each
 class. The smaller goes first. Because all ranks age alike the order of two sequences never changes: queues need no
 re-sorting. A request of a class is overtaken by those of the next higher class only while they arrive within
 `ageing_s` after it, so under a steady stream of the highest class the lowest is in front after at most
 2 x `ageing_s` plus what was ahead of it then.
+
+Being served is not waiting. So where one that waits is weighed against one of another class that is served, to take its
+place, the time for which the latter was served is added to its rank (`rank_when_served`): an urgent request gets past
+the less urgent ones that run, however long they run, unless they had waited as long as the classes are apart.
 """
 
 from __future__ import annotations
@@ -58,6 +62,11 @@ class RankedQueue:
     def snapshot(self, num_sequences: int) -> list[Sequence]:
         """The first ones, as a list of its own."""
         return self._sequences[:num_sequences]
+
+
+def rank_when_served(sequence: Sequence, now_s: float, ageing_s: float) -> float:
+    """See the module. For one that was never served it is the rank in a queue."""
+    return sequence.since_s + sequence.served_s(now_s) - ageing_s * sequence.request.priority
 
 
 def oldest(sequences: Iterable[Sequence]) -> Sequence:

@@ -107,6 +107,10 @@ class Sequence:
     """Why it was evicted or failed."""
     started_s: float = 0.0
     """When it was first admitted; 0 before."""
+    paused_s: float = 0.0
+    """How long it was paused, pauses that are over."""
+    paused_since_s: float | None = None
+    """When the pause began that is not over."""
     first_token: Sample | None = None
     """The first token sampled on, or handed to, this worker."""
     first_token_s: float = 0.0
@@ -135,6 +139,13 @@ class Sequence:
     def since_s(self) -> float:
         """Since when the request waits, on this worker's clock: earlier attempts and hops are counted as waiting."""
         return self.arrived_s - self.request.waited_ms / 1000.0
+
+    def served_s(self, now_s: float) -> float:
+        """How long it has been served: since it was admitted, pauses left out."""
+        if self.state is State.QUEUED:
+            return 0.0
+        until_s = now_s if self.paused_since_s is None else self.paused_since_s
+        return max(0.0, until_s - self.started_s - self.paused_s)
 
     def move(self, target: State) -> None:
         """Changes the state; an illegal move is our bug."""

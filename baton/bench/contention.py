@@ -19,8 +19,9 @@ OVERLOAD_FACTOR = 3.0
 """Load of the open loop, in capacities."""
 ADMITTED_PER_CLIENT = 2
 """Requests that the router admits for each client of the closed loop; what comes beyond is refused."""
-STREAMS_PER_SEAT = 2
-"""Low-priority streams for each seat: half of them always wait."""
+STREAMS_PER_SEAT = 1.25
+"""Low-priority streams for each seat: some of them always wait, though not for as long as classes are apart, when they
+would rank with the highest."""
 DEFAULT_CHUNK_TOKENS = 512
 """Of a service that is told nothing else."""
 NUM_CHUNK_PROMPTS = 3
@@ -87,7 +88,7 @@ async def _priority(run: Run) -> list[Row]:
     sizes = run.sizes
     num_low, lengths = known(sizes.max_concurrency), (known(sizes.prompt_tokens), known(sizes.output_tokens))
     long_lengths = known(sizes.long_prompt_tokens), known(sizes.long_output_tokens)
-    num_seats = max(1, num_low // STREAMS_PER_SEAT)
+    num_seats = max(1, int(num_low / STREAMS_PER_SEAT))
     async with run.service(max_num_seqs=num_seats) as service:
         chunk_ms = await _chunk_ms(run, service)
         draw_high = partial(service.asks.many, known(sizes.num_requests), *lengths, "high")
@@ -186,7 +187,7 @@ CONTENTION = (
         "what a saturated service does to urgent requests",
         Sizes(
             num_requests=8,
-            max_concurrency=16,
+            max_concurrency=20,
             prompt_tokens=128,
             output_tokens=64,
             long_prompt_tokens=1024,

@@ -261,6 +261,20 @@ def test_a_higher_class_takes_the_seat_of_the_youngest_of_the_lowest():
     assert oldest.state is normal.state is State.DECODING
 
 
+def test_what_had_waited_as_long_as_classes_are_apart_keeps_its_seat():
+    d = Decode(max_num_seqs=2, ageing_s=5.0)
+    d.add(3, first=100, priority=Priority.HIGH, waited_ms=20_000)
+    patient = d.add(3, first=200, priority=Priority.LOW, waited_ms=10_500)
+    d.step()
+    d.now_s += 60
+    high = d.add(3, first=300, priority=Priority.HIGH)
+    d.step()
+    assert (patient.state, high.state) == (State.DECODING, State.QUEUED)
+    d.now_s += 0.6
+    d.step()
+    assert (patient.state, high.state) == (State.EVICTED, State.DECODING), "now this one has waited, too"
+
+
 def test_an_equal_never_takes_a_seat():
     d = Decode(max_num_seqs=1)
     running, waiting = d.add(3, first=100), d.add(3, first=200, waited_ms=9_000)
