@@ -5,6 +5,7 @@ Pure functions over sequences and a block size. Which sequences, and in what ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,12 +50,17 @@ def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int
         plan.add(sequence, num_tokens)
 
 
-def fill_shared(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int) -> None:
+def fill_shared(
+    plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int, overdue_since_s: float = -math.inf
+) -> None:
     """Fills a plan with chunks of prompts, given by rank, up to `budget` tokens.
 
     What is left of the budget belongs to the first, but half of it is open to shorter ones of its class or above, by
     class and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice
-    its time. The others, equally long or of a lower class, get what these leave.
+    its time. Among these shorter ones of a class, those that wait for their first chunk since `overdue_since_s` or
+    earlier go before the others and by rank: what comes later, however short, overtakes none of them. After its first
+    chunk a prompt takes its turn by length again, so each costs the short ones one chunk at most. The rest, equally
+    long as the first or of a lower class, get what these leave.
     """
     if not prompts:
         return
@@ -64,7 +70,12 @@ def fill_shared(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: in
         for other in others
         if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
     ]
-    shorter.sort(key=lambda other: (-other.request.priority, other.num_pending))
+
+    def turn(other: Sequence) -> tuple[int, int]:
+        is_overdue = other.num_computed == other.num_cached and other.since_s <= overdue_since_s
+        return -other.request.priority, 0 if is_overdue else other.num_pending
+
+    shorter.sort(key=turn)  # stable: equals stay by rank
     share = min((budget - plan.num_tokens) // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
     fill(plan, [first], chunk_size, budget - share)
     fill(plan, shorter, chunk_size, budget)

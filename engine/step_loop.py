@@ -13,9 +13,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from engine.batch import Runner
+from engine.batch import Batch, Runner
 from engine.planning import Plan, build_batch
+from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
+from engine.step_time import load_of
 from kvstore.memory import PoolMemory, PoolMemoryFull
 
 LOG = logging.getLogger(__name__)
@@ -75,7 +77,8 @@ class StepLoop:
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.run, batch)
+            running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
+            samples, duration_ms = await running
         except Exception as error:
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
             if len(plan.slices) == 1:
@@ -85,7 +88,14 @@ class StepLoop:
                     await self._step(Plan([part], part.num_tokens))
             return
         self.num_steps += 1
+        if self._scheduler.step_times is not None:
+            self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, time.monotonic()))
+
+    def _run(self, batch: Batch) -> tuple[list[Sample], float]:
+        started_s = time.monotonic()
+        samples = self.runner.run(batch)
+        return samples, 1000 * (time.monotonic() - started_s)
 
     async def _grow_pool(self) -> None:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages. More may have

@@ -19,6 +19,7 @@ from engine.ranking import RankedQueue
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import Sequence, State
+from engine.step_time import StepTimes
 
 
 class PrefillScheduler:
@@ -27,6 +28,7 @@ class PrefillScheduler:
     def __init__(self, holdings: Holdings, limits: Limits) -> None:
         self.holdings = holdings
         self.limits = limits
+        self.step_times: StepTimes | None = None  # a prefill step delays nobody's tokens
         self._uncredited: set[Sequence] = set()
         self._waiting = RankedQueue(limits.ageing_s)
         self._running = RankedQueue(limits.ageing_s)
@@ -45,8 +47,9 @@ class PrefillScheduler:
     def plan(self, now_s: float) -> Plan:
         """Admits what has credit, seat and blocks, then shares the step."""
         self._admit(now_s)
-        plan = Plan()
-        fill_shared(plan, list(self._running), self.limits.chunk_size, self.limits.max_num_batched_tokens)
+        plan, limits = Plan(), self.limits
+        overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
+        fill_shared(plan, list(self._running), limits.chunk_size, limits.max_num_batched_tokens, overdue_since_s)
         return plan
 
     def _admit(self, now_s: float) -> None:

@@ -102,9 +102,10 @@ PREFILL = {
 
 
 @pytest.mark.parametrize("case", DECODE)
-def test_decode_whatever_the_order(case):
+@pytest.mark.parametrize("expected", [1, 99], ids=["expects too little", "expects all that may come"])
+def test_decode_whatever_the_order(case, expected):
     num_blocks, asked, options = DECODE[case]
-    explored = explore(DecodeWorld(num_blocks, asked, **options), MAX_STATES)
+    explored = explore(DecodeWorld(num_blocks, asked, expected=expected, **options), MAX_STATES)
     assert explored.num_states > 100, "too few for what the case is about"
 
 
