@@ -128,6 +128,12 @@ class Holdings:
             self.pool.release(sequence.block_table)
             sequence.block_table = []
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Undoes `admit` for a sequence of which nothing was computed since, and which nothing touches."""
+        assert sequence.num_pins == 0 and sequence.num_computed == sequence.num_cached, "it has begun"
+        self.free(sequence)
+        sequence.num_computed = sequence.num_cached = sequence.num_registered = sequence.num_borrowed = 0
+
     def references(self) -> Counter[int]:
         """Block id -> references that the live tables account for."""
         return Counter(self._all_blocks())

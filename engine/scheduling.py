@@ -42,7 +42,7 @@ class Limits:
     ageing_s: float = AGEING_S
     """Seconds of waiting that weigh as much as one class of priority."""
     max_queue_latency_ms: float = 50.0
-    """Waiting after which a prompt's first chunk is not overtaken by shorter prompts of its class; see
+    """Waiting after which a prompt has a claim to the steps beside shorter ones of its class; see
     `engine.planning.fill_shared`."""
     output_length_quantile: float = QUANTILE
     """Decode pool: the quantile of learned output lengths that admission counts on."""

@@ -4,7 +4,7 @@ Owns recursive least squares with forgetting, in its information form: the sums 
 step, and two sweeps over the coefficients bring them closer to it, each held at 0 or above, because no step becomes
 shorter by holding more. What recent steps say nothing about keeps its coefficient. Knows no scheduler and no clock.
 A step that takes surprisingly long is cut to a few times the usual deviation, so that a hiccup moves little and a
-lasting change is followed within some fifty steps. `predict_ms` answers None until there is enough to go by.
+lasting change is followed within some hundred steps. `predict_ms` answers None until there is enough to go by.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORGETTING = 0.99
 """Weight of what was known, at each step: some hundred steps are remembered."""
 EARLY_FORGETTING = 0.9
 """The same until there are predictions: the very first steps are forgotten sooner."""
-SURPRISED_FORGETTING = 0.9
+SURPRISED_FORGETTING = 0.97
 """The same at a step that was cut: if such steps go on, what was known holds no more."""
 MAX_DEVIATIONS = 4.0
 """Usual deviations from the prediction to which a surprising step is cut."""

@@ -8,7 +8,11 @@
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
 
-The prompts of a step share it as `engine.planning.fill_shared` says.
+The prompts of a step share it as `engine.planning.fill_shared` says: a higher class goes first between chunks.
+
+A prompt that lacks a seat or blocks takes them back from those of a lower class of which no chunk was computed yet:
+they wait again and lose nothing. What has begun keeps them until it is read: it is what its reader is reading, and to
+give it away would cost both pools the attempt. What is LEASED belongs to its reader, within the lease's time to live.
 """
 
 from __future__ import annotations
@@ -57,15 +61,43 @@ class PrefillScheduler:
             if not self.holdings.can_ever_hold(sequence.num_tokens):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
                 continue
-            if len(self._running) + len(self._leased) >= self.limits.max_num_seqs:
-                return
             # Nobody overtakes one that lacks blocks: a stream of short prompts would starve a long one.
-            if not self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1):
-                return
+            while not self._seat(sequence):
+                if not self._take_back_for(sequence):
+                    return
             self._waiting.discard(sequence)
             self._running.add(sequence)
             sequence.started_s = now_s
             sequence.move(State.PREFILLING)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Gives a sequence all blocks of its input, or nothing."""
+        has_seat = len(self._running) + len(self._leased) < self.limits.max_num_seqs
+        return has_seat and self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1)
+
+    def _take_back_for(self, sequence: Sequence) -> bool:
+        """Lets the last by rank of a lower class wait again, if all of which nothing was computed make room; answers
+        whether one did."""
+        rank, priority = self._running.rank(sequence), sequence.request.priority
+        idle = [
+            holder
+            for holder in self._running
+            if holder.request.priority < priority
+            and self._running.rank(holder) > rank
+            and holder.num_computed == holder.num_cached
+            and holder.num_pins == 0
+        ]
+        if not idle:
+            return False
+        prospect = self.holdings.prospect(sequence, sequence.num_tokens - 1, without=idle)
+        if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens)):
+            return False
+        last = idle[-1]
+        self._running.discard(last)
+        self.holdings.take_back(last)
+        last.move(State.QUEUED)
+        self._waiting.add(last)
+        return True
 
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
         """Counts the chunks as computed; finished prompts become LEASED."""

@@ -84,6 +84,45 @@ def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():
     assert b.block_table and c.block_table
 
 
+def test_prefill_takes_back_what_a_lower_class_has_not_begun_on():
+    p = Prefill(max_num_seqs=3, max_num_batched_tokens=8, chunk_size=8)
+    running = p.add(24, first=1)
+    first, last = p.add(20, first=100, priority=Priority.LOW), p.add(20, first=200, priority=Priority.LOW)
+    p.step()
+    high = p.add(24, first=300, priority=Priority.HIGH)
+    assert p.step() == [(high, 8)]
+    assert (running.num_computed, first.state, last.state) == (8, State.PREFILLING, State.QUEUED)
+    assert not last.block_table and last.num_cached == last.num_computed == 0
+    while p.step():
+        pass
+    assert [each.state for each in (running, first, high)] == [State.LEASED] * 3
+    p.scheduler.end(high, State.FINISHED)
+    p.step()
+    assert last.state is State.PREFILLING, "it waited for its turn and lost nothing"
+
+
+@pytest.mark.parametrize(
+    "seats, lower", [(2, Priority.HIGH), (1, Priority.LOW)], ids=["an equal", "one that has begun"]
+)
+def test_prefill_takes_nothing_back_from(seats, lower):
+    p = Prefill(max_num_seqs=seats, max_num_batched_tokens=8, chunk_size=8)
+    holding = [p.add(24, first=100 * index + 1, priority=lower) for index in range(seats)]
+    p.step()
+    high = p.add(4, first=500, priority=Priority.HIGH)
+    p.step()
+    assert {each.state for each in holding} == {State.PREFILLING} and high.state is State.QUEUED
+
+
+def test_prefill_takes_nothing_back_in_vain():
+    p = Prefill(num_blocks=10, max_num_batched_tokens=8, chunk_size=8)
+    p.add(24, first=1)
+    low = p.add(12, first=100, priority=Priority.LOW)
+    p.step()
+    high = p.add(20, first=300, priority=Priority.HIGH)
+    p.step()
+    assert (low.state, high.state) == (State.PREFILLING, State.QUEUED)
+
+
 def test_prefill_seats_count_leases():
     p = Prefill(max_num_seqs=1)
     a, b = p.add(4, first=100), p.add(4, first=200)

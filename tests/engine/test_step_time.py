@@ -76,7 +76,7 @@ def test_one_hiccup_moves_little_and_a_lasting_change_is_followed():
     before_ms = takes_ms(load)
     model.observe(load, 50 * before_ms)
     assert model.predict_ms(load) == pytest.approx(before_ms, rel=0.02)
-    for _ in range(60):
+    for _ in range(100):
         model.observe(load, 3 * before_ms)
     assert model.predict_ms(load) == pytest.approx(3 * before_ms, rel=0.2)
 
