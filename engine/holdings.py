@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 from kvstore.blocks import BlockPool, OutOfBlocks
 from kvstore.hashing import PrefixHasher
+
+LEARNING = 1 / 64
+"""Weight of the last finished sequence in what is usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,9 @@ class Holdings:
         self.pool = pool
         self.block_size = block_size
         self.max_blocks = pool.ceiling
-        """Blocks the pool can ever have; lowered when the system turns out to have no memory for the rest."""
+        """Blocks the pool can have; lowered for a while when the system turns out to have no memory for the rest."""
+        self.usual_blocks = 0.0
+        """Blocks that sequences which finished have held, on average over the last ones; 0 before any has."""
         self._hasher = hasher
         self._holders: set[Sequence] = set()
 
@@ -125,6 +130,9 @@ class Holdings:
         """Gives the blocks back, at once or when the last pin goes. Repeating it does nothing."""
         if sequence.num_pins == 0 and sequence in self._holders:
             self._holders.remove(sequence)
+            if sequence.state is State.FINISHED:
+                weight = LEARNING if self.usual_blocks else 1.0
+                self.usual_blocks += weight * (len(sequence.block_table) - self.usual_blocks)
             self.pool.release(sequence.block_table)
             sequence.block_table = []
 

@@ -48,6 +48,8 @@ class Limits:
     """Decode pool: the quantile of learned output lengths that admission counts on."""
     target_step_ms: float | None = None
     """Decode pool: what a step may take before no more is admitted to it; see `decode_svc.scheduler`."""
+    expected_sequence_tokens: int | None = None
+    """Tokens that a sequence usually has; None: as was learned. The pool grows to that for all seats in large steps."""
 
     @property
     def batch_size(self) -> int:
