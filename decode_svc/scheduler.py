@@ -5,10 +5,17 @@
 3. DECODING: a token each step; a new block when the last is full.
 4. FINISHED, or at any time EVICTED, CANCELLED, FAILED: the blocks are given back, the prefix cache may keep them.
 
-When growth finds no block, the sequence that ranks last is evicted; the oldest one never is, so that something always
-finishes. A sequence that outranks others of a lower class pauses them (the batch is the first
-`max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received nothing are
-bounded for each source: they are blocks lent to a prefilling worker's queue.
+A sequence is admitted when the blocks that it and all that run will hold, at any moment until their expected ends,
+fit the pool as large as it may get (`engine.lengths`, `decode_svc.outlook`); where nothing runs, when its input and
+the next token fit. When growth finds no block all the same, the sequence that ranks last is evicted; the oldest one
+never is, so that something always finishes. A sequence that outranks others of a lower class pauses them (the batch is
+the first `max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received
+nothing are bounded for each source: they are blocks lent to a prefilling worker's queue.
+
+With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
+admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
+of prompts computed here are cut likewise, but to no less than a block a step: a prompt of n blocks takes n steps with
+chunks at most, and a step exceeds the target by at most what that block and the running sequences take.
 
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
 runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
@@ -17,15 +24,18 @@ runs, no token before all of it is there, no place given twice, nobody preempted
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
+from decode_svc.outlook import Forecast, Outlook
 from engine.holdings import Holdings
+from engine.lengths import OutputLengths
 from engine.planning import Plan, fill, fill_shared
 from engine.ranking import RankedQueue, oldest, rank_when_served
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
+from engine.step_time import StepTimes
 
 MAX_PASSED_OVER = 64
 """Sequences whose source has enough reservations that admission looks past in one plan."""
@@ -34,9 +44,16 @@ MAX_PASSED_OVER = 64
 class DecodeScheduler:
     """Continuous batching with growth and eviction."""
 
-    def __init__(self, holdings: Holdings, limits: Limits, max_reserved_tokens: int) -> None:
+    def __init__(
+        self, holdings: Holdings, limits: Limits, max_reserved_tokens: int, lengths: OutputLengths | None = None
+    ) -> None:
         self.holdings = holdings
         self.limits = limits
+        has_target = limits.target_step_ms is not None and not limits.is_static
+        self.step_times = StepTimes() if has_target else None
+        self._lengths = lengths or OutputLengths(limits.output_length_quantile, least_tokens=holdings.block_size)
+        self._outlook = Outlook(holdings, limits, self._lengths, self.step_times)
+        self._forecast: Forecast | None = None  # of what holds blocks now; made when something waits for them
         self._max_reserved_tokens = max_reserved_tokens
         self._waiting = RankedQueue(limits.ageing_s)
         self._prefilling = RankedQueue(limits.ageing_s)
@@ -45,7 +62,7 @@ class DecodeScheduler:
         self._sources: dict[Sequence, str] = {}  # of those that wait and those that fetch
         self._reserved_tokens: Counter[str] = Counter()  # by source: the sum over its fetches
         self._starting: list[Sequence] = []
-        self._batch_size = min(limits.max_num_seqs, limits.max_batch_size or limits.max_num_seqs)
+        self._batch_size = limits.batch_size
         self._num_places_given = 0  # static batching only: in the batch being filled; all of them once it runs
 
     def add(self, sequence: Sequence, source: str | None) -> None:
@@ -61,6 +78,7 @@ class DecodeScheduler:
     def plan(self, now_s: float) -> Plan:
         """Grows what runs, admits what waits, then fills the step: decode rows first, prefill chunks after."""
         plan, limits = Plan(), self.limits
+        self._forecast = None
         self._choose_batch(now_s)
         ready = self._grow_running()
         if limits.is_static:
@@ -69,7 +87,10 @@ class DecodeScheduler:
             self._admit(now_s)
         # One that was ready may have been evicted since, for growth or for a higher class.
         fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_batched_tokens)
-        fill_shared(plan, list(self._prefilling), limits.chunk_size, limits.max_num_batched_tokens)
+        overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
+        prompts = list(self._prefilling)
+        budget = self._outlook.max_tokens(plan, prompts[0]) if prompts else 0
+        fill_shared(plan, prompts, limits.chunk_size, budget, overdue_since_s)
         return plan
 
     def take_fetches(self) -> list[Sequence]:
@@ -106,6 +127,7 @@ class DecodeScheduler:
         del sequence.token_ids[len(sequence.request.prompt_token_ids) + num_outputs :]
         sequence.num_computed = min(sequence.num_computed, sequence.num_tokens)
         sequence.finish_reason, sequence.matched_token_id = FinishReason.STOP, None
+        self._lengths.record(num_outputs)
         self.end(sequence, State.FINISHED)
 
     def end(self, sequence: Sequence, state: State, detail: str = "") -> None:
@@ -125,12 +147,10 @@ class DecodeScheduler:
 
     def num_wanted_blocks(self) -> int:
         """See `Scheduler.num_wanted_blocks`."""
-        wanted, most = 2 * self.num_running, self.holdings.max_blocks
-        for sequence in self._waiting:
-            wanted += self.holdings.num_blocks(sequence.num_tokens + 1)
-            if wanted >= most:
-                break
-        return wanted
+        # The first that waits may take the seat of another.
+        num_seats = max(1, self.limits.max_num_seqs - self.num_running)
+        waiting = self._waiting.snapshot(num_seats)
+        return self.num_running + sum(self.holdings.num_blocks(sequence.num_tokens + 1) for sequence in waiting)
 
     @property
     def num_queued(self) -> int:
@@ -161,6 +181,8 @@ class DecodeScheduler:
             self._decoding.add(sequence)
             sequence.move(State.DECODING)
         if sequence.check_finished(self.limits.eos_token_ids, self.limits.max_model_len):
+            if not sequence.request.sampling.ignore_eos:
+                self._lengths.record(sequence.num_outputs)
             self.end(sequence, State.FINISHED)
         return token
 
@@ -248,9 +270,11 @@ class DecodeScheduler:
                 full_sources.add(source)
                 num_passed_over += 1
                 continue
-            while not self._seat(sequence, source):
+            has_place = False
+            while not self._seat(sequence, source, has_place):
                 if not self._preempt_for(sequence, source, now_s):
                     return
+                has_place = True
             self._waiting.discard(sequence)
             self._num_places_given += 1
             sequence.started_s = now_s
@@ -262,14 +286,26 @@ class DecodeScheduler:
             else:
                 self._prefilling.add(sequence)
                 sequence.move(State.PREFILLING)
+            if self.step_times is not None:
+                return  # the next is judged by steps that hold this one
 
-    def _seat(self, sequence: Sequence, source: str | None) -> bool:
-        """Gives a sequence a seat and its blocks, or nothing."""
+    def _seat(self, sequence: Sequence, source: str | None, has_place: bool) -> bool:
+        """Gives a sequence a seat and its blocks, or nothing. One that `has_place` makes no step longer: another has
+        left it to it."""
         if not self._has_seat():
             return False
-        # One block for each running sequence stays free, so that admission does not cause eviction at once.
-        max_cached, headroom = _max_cached(sequence, source), len(self._decoding)
-        return self.holdings.admit(sequence, sequence.num_tokens + 1, max_cached, headroom)
+        num_tokens, max_cached = sequence.num_tokens + 1, _max_cached(sequence, source)
+        prospect = self.holdings.prospect(sequence, max_cached)
+        if not prospect.has_room_for(self.holdings.num_blocks(num_tokens)):
+            return False
+        if self._forecast is None:
+            self._forecast = self._outlook.forecast(self._holders())
+        if not self._outlook.can_carry(sequence, prospect, self._forecast, has_place):
+            return False
+        is_admitted = self.holdings.admit(sequence, num_tokens, max_cached)
+        assert is_admitted, "its blocks are available"
+        self._forecast.add(self._outlook.future(sequence))
+        return True
 
     def _has_seat(self) -> bool:
         if self.limits.is_static:
@@ -296,14 +332,21 @@ class DecodeScheduler:
             and self._rank_now(holder, now_s) > rank
             and holder.request.num_evictions < self.limits.max_preemptions
         }
-        headroom = sum(1 for running in self._decoding if running not in victims)
-        num_tokens, max_cached = sequence.num_tokens + 1, _max_cached(sequence, source)
-        if not victims or not self.holdings.would_admit(sequence, num_tokens, max_cached, headroom, without=victims):
+        if not victims or not self._would_be_seated(sequence, source, victims):
             return False
         victim = max(victims, key=lambda holder: (self._rank_now(holder, now_s), self._waiting.rank(holder)))
         self.end(victim, State.EVICTED, "a request of a higher class took its place")
+        self._forecast = None
         # Blocks under a transfer come back later, and with them the chance to try again.
         return victim.num_pins == 0
+
+    def _would_be_seated(self, sequence: Sequence, source: str | None, victims: Collection[Sequence]) -> bool:
+        """Whether it would get its blocks if none of the victims were there."""
+        prospect = self.holdings.prospect(sequence, _max_cached(sequence, source), without=victims)
+        if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens + 1)):
+            return False
+        forecast = self._outlook.forecast(holder for holder in self._holders() if holder not in victims)
+        return self._outlook.can_carry(sequence, prospect, forecast, has_place=True)
 
     def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
         if source is None:

@@ -64,11 +64,25 @@ class WorkerConfig:
     priority_ageing_s: float = field(default=5.0, metadata=_in("Scheduling", min=0.001))
     """Seconds of waiting that weigh as much as one class of priority: what waits longer goes before what is urgent."""
 
+    max_queue_latency_ms: float = field(default=50.0, metadata=_in("Scheduling", min=0))
+    """How long a prompt may wait before shorter ones of its class that came later take no more than their half of what
+    they share with it: then it goes on beside them, however many come."""
+    target_step_ms: float | None = field(default=None, metadata=_in("Scheduling", min=0.1))
+    """Decode pool only: no more sequences are admitted, and no longer chunks of prompts computed, than keep a step
+    within this, as far as the steps so far tell. What runs is never paused for it; one sequence, and one block of a
+    prompt, always go on. Default: no target."""
+    output_length_quantile: float = field(default=0.9, metadata=_in("Scheduling", min=0.5, max=0.99))
+    """Decode pool only: the quantile of learned output lengths up to which admission keeps blocks for those that run.
+    Lower: fewer evictions and fewer sequences at once."""
+
     block_size: int = field(default=16, metadata=_in("KV cache", min=1))
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))
-    """Blocks the pool may grow to; default: what --max-num-seqs sequences of 2,048 tokens need, within
-    --kv-cache-memory-utilization."""
+    """Blocks the pool may grow to; default: what --kv-cache-memory-utilization allows, and no more than --max-num-seqs
+    sequences of --max-model-len tokens need."""
+    expected_sequence_tokens: int | None = field(default=None, metadata=_in("KV cache", min=1))
+    """Tokens of prompt and output that a sequence usually has: memory for --max-num-seqs of them is taken at the start.
+    Default: learned; the pool starts small and grows as it is needed, in larger steps up to what is usual."""
     kv_cache_memory_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.01, max=0.95))
     """Part of the memory of this machine, or of the container if less, that the KV pool may take."""
     kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
@@ -95,6 +109,11 @@ class WorkerConfig:
             raise ConfigError(
                 f"--chunk-size: must be at most --max-num-batched-tokens, which is {self.max_num_batched_tokens}; "
                 f"got {self.chunk_size}"
+            )
+        expected, longest = self.expected_sequence_tokens, self.max_model_len
+        if expected is not None and longest is not None and expected > longest:
+            raise ConfigError(
+                f"--expected-sequence-tokens: must be at most --max-model-len, which is {longest}; got {expected}"
             )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(

@@ -10,10 +10,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 from kvstore.blocks import BlockPool, OutOfBlocks
 from kvstore.hashing import PrefixHasher
+
+LEARNING = 1 / 64
+"""Weight of the last finished sequence in what is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A pool as one that waits for it sees it."""
+
+    num_shared: int
+    """Leading blocks of its input that others hold, so that it need not take them."""
+    num_held: int
+    """Blocks that others hold, these among them."""
+    num_available: int
+    """Blocks that it could take."""
+
+    def has_room_for(self, num_blocks: int) -> bool:
+        """Whether a table of so many blocks could be had."""
+        return num_blocks - self.num_shared <= self.num_available
 
 
 class Holdings:
@@ -23,7 +43,9 @@ class Holdings:
         self.pool = pool
         self.block_size = block_size
         self.max_blocks = pool.ceiling
-        """Blocks the pool can ever have; lowered when the system turns out to have no memory for the rest."""
+        """Blocks the pool can have; lowered for a while when the system turns out to have no memory for the rest."""
+        self.usual_blocks = 0.0
+        """Blocks that sequences which finished have held, on average over the last ones; 0 before any has."""
         self._hasher = hasher
         self._holders: set[Sequence] = set()
 
@@ -42,34 +64,37 @@ class Holdings:
             sequence.block_hashes = self._hasher.chain(sequence.request.tenant, sequence.token_ids)
         return self.pool.match(sequence.block_hashes[: max_tokens // self.block_size])
 
-    def admit(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, headroom: int = 0) -> bool:
+    def admit(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int) -> bool:
         """Gives a sequence all blocks for `num_tokens` positions, reusing a cached prefix of at most
-        `max_cached_tokens`, or nothing. At least `headroom` blocks stay available. Answers whether it did."""
+        `max_cached_tokens`, or nothing. Answers whether it did."""
         assert not sequence.block_table, "a sequence is admitted once"
         cached = self.cached_prefix(sequence, max_cached_tokens)
         num_new = self.num_blocks(num_tokens) - len(cached)
         num_revived = sum(1 for block in cached if self.pool.ref_count(block) == 0)
-        if num_new + num_revived + headroom > self.pool.num_available:
+        if num_new + num_revived > self.pool.num_available:
             return False
         self.pool.share(cached)
         sequence.block_table = [*cached, *self.pool.allocate(num_new)]
         sequence.num_registered = len(cached)
+        sequence.num_borrowed = len(cached) - num_revived
         sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
         self._holders.add(sequence)
         return True
 
-    def would_admit(
-        self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, headroom: int, without: Collection[Sequence]
-    ) -> bool:
-        """Whether `admit` would succeed once the sequences in `without`, and those that are over, have let go."""
+    def prospect(self, sequence: Sequence, max_cached_tokens: int, without: Collection[Sequence] = ()) -> Prospect:
+        """What `admit` would find now; with `without`, once those and the sequences that are over have let go."""
+        cached = self.cached_prefix(sequence, max_cached_tokens)
+        if not without:
+            num_shared = sum(1 for block in cached if self.pool.ref_count(block) > 0)
+            return Prospect(num_shared, self.pool.num_used, self.pool.num_available)
         held = {
             block
             for holder in self._holders
             if not holder.is_over and holder not in without
             for block in holder.block_table
         }
-        num_shared = sum(1 for block in self.cached_prefix(sequence, max_cached_tokens) if block in held)
-        return self.num_blocks(num_tokens) - num_shared + headroom <= self.pool.num_total - len(held)
+        num_shared = sum(1 for block in cached if block in held)
+        return Prospect(num_shared, len(held), self.pool.num_total - len(held))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends a table to `num_tokens` positions; answers whether there were blocks for it."""
@@ -105,8 +130,17 @@ class Holdings:
         """Gives the blocks back, at once or when the last pin goes. Repeating it does nothing."""
         if sequence.num_pins == 0 and sequence in self._holders:
             self._holders.remove(sequence)
+            if sequence.state is State.FINISHED:
+                weight = LEARNING if self.usual_blocks else 1.0
+                self.usual_blocks += weight * (len(sequence.block_table) - self.usual_blocks)
             self.pool.release(sequence.block_table)
             sequence.block_table = []
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Undoes `admit` for a sequence of which nothing was computed since, and which nothing touches."""
+        assert sequence.num_pins == 0 and sequence.num_computed == sequence.num_cached, "it has begun"
+        self.free(sequence)
+        sequence.num_computed = sequence.num_cached = sequence.num_registered = sequence.num_borrowed = 0
 
     def references(self) -> Counter[int]:
         """Block id -> references that the live tables account for."""

@@ -5,6 +5,7 @@ Pure functions over sequences and a block size. Which sequences, and in what ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,12 +50,16 @@ def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int
         plan.add(sequence, num_tokens)
 
 
-def fill_shared(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int) -> None:
+def fill_shared(
+    plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int, overdue_since_s: float = -math.inf
+) -> None:
     """Fills a plan with chunks of prompts, given by rank, up to `budget` tokens.
 
     What is left of the budget belongs to the first, but half of it is open to shorter ones of its class or above, by
     class and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice
-    its time. The others, equally long or of a lower class, get what these leave.
+    its time. Of what a class of these gets, half belongs to the one that has waited longest once it waits since
+    `overdue_since_s` or earlier, so that no stream of shorter ones keeps it out. The rest, equally long as the first or
+    of a lower class, get what these leave.
     """
     if not prompts:
         return
@@ -64,12 +69,23 @@ def fill_shared(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: in
         for other in others
         if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
     ]
-    shorter.sort(key=lambda other: (-other.request.priority, other.num_pending))
-    share = min((budget - plan.num_tokens) // 2, sum(min(other.num_pending, chunk_size) for other in shorter))
-    fill(plan, [first], chunk_size, budget - share)
-    fill(plan, shorter, chunk_size, budget)
+    _fill_beside(plan, first, shorter, chunk_size, budget)
+    for priority in sorted({other.request.priority for other in shorter}, reverse=True):
+        equals = [other for other in shorter if other.request.priority == priority]
+        longest_waiting = equals[0]
+        equals.sort(key=lambda other: other.num_pending)  # stable: equals in length stay by rank
+        if longest_waiting.since_s <= overdue_since_s:
+            equals.remove(longest_waiting)
+            _fill_beside(plan, longest_waiting, equals, chunk_size, budget)
+        fill(plan, equals, chunk_size, budget)
     planned = {part.sequence for part in plan.slices}
     fill(plan, [other for other in others if other not in planned], chunk_size, budget)
+
+
+def _fill_beside(plan: Plan, one: Sequence, others: list[Sequence], chunk_size: int, budget: int) -> None:
+    """Gives one what is left, but for the half that others can use."""
+    share = min((budget - plan.num_tokens) // 2, sum(min(other.num_pending, chunk_size) for other in others))
+    fill(plan, [one], chunk_size, budget - share)
 
 
 def build_batch(plan: Plan, block_size: int, eos_token_ids: tuple[int, ...]) -> Batch:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.holdings import Holdings
+from engine.lengths import QUANTILE
 from engine.planning import Plan
 from engine.ranking import AGEING_S
 from engine.request import Sample
 from engine.sequence import Sequence
+from engine.step_time import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,20 @@ class Limits:
     """How often a request may be evicted so that one of a higher class gets in."""
     ageing_s: float = AGEING_S
     """Seconds of waiting that weigh as much as one class of priority."""
+    max_queue_latency_ms: float = 50.0
+    """Waiting after which a prompt has a claim to the steps beside shorter ones of its class; see
+    `engine.planning.fill_shared`."""
+    output_length_quantile: float = QUANTILE
+    """Decode pool: the quantile of learned output lengths that admission counts on."""
+    target_step_ms: float | None = None
+    """Decode pool: what a step may take before no more is admitted to it; see `decode_svc.scheduler`."""
+    expected_sequence_tokens: int | None = None
+    """Tokens that a sequence usually has; None: as was learned. The pool grows to that for all seats in large steps."""
+
+    @property
+    def batch_size(self) -> int:
+        """Most sequences that decode in one step."""
+        return min(self.max_num_seqs, self.max_batch_size or self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,8 @@ class Scheduler(Protocol):
     """The blocks of its sequences."""
     limits: Limits
     """What bounds its steps."""
+    step_times: StepTimes | None
+    """Is told what steps took; None where nobody asks it."""
 
     def plan(self, now_s: float) -> Plan:
         """Admits what can be admitted and fills a step; empty when there is nothing to compute."""

@@ -97,6 +97,8 @@ class Sequence:
     """Leading blocks that the prefix cache knows."""
     num_cached: int = 0
     """Leading tokens whose KV was reused and not computed for this attempt."""
+    num_borrowed: int = 0
+    """Leading blocks that others held when it was admitted: they are expected to stay when it ends."""
     num_pins: int = 0
     """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
     finish_reason: FinishReason | None = None

@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from engine.batch import Runner
+from engine.batch import Batch, Runner
 from engine.planning import Plan, build_batch
+from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
+from engine.step_time import load_of
 from kvstore.memory import PoolMemory, PoolMemoryFull
 
 LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
+MEMORY_RETRY_S = 30.0
+"""How long after memory was refused it is asked for again."""
 
 
 class StepObserver(Protocol):
@@ -37,12 +42,21 @@ class StepObserver(Protocol):
 class StepLoop:
     """Drives one scheduler and one runner."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, memory: PoolMemory, observer: StepObserver) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        memory: PoolMemory,
+        observer: StepObserver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.runner = runner
         """Computes the batches."""
         self._scheduler = scheduler
         self._memory = memory
         self._observer = observer
+        self._clock = clock
+        self._refused_s = 0.0  # when memory was, last
         self._wanted = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
@@ -59,7 +73,7 @@ class StepLoop:
             while True:
                 self._wanted.clear()
                 await self._grow_pool()
-                plan = self._scheduler.plan(time.monotonic())
+                plan = self._scheduler.plan(self._clock())
                 self._observer.planned(plan)
                 if plan.slices:
                     await self._step(plan)
@@ -75,7 +89,8 @@ class StepLoop:
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.run, batch)
+            running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
+            samples, duration_ms = await running
         except Exception as error:
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
             if len(plan.slices) == 1:
@@ -85,24 +100,42 @@ class StepLoop:
                     await self._step(Plan([part], part.num_tokens))
             return
         self.num_steps += 1
-        self._observer.committed(plan, self._scheduler.commit(plan, samples, time.monotonic()))
+        if self._scheduler.step_times is not None:
+            self._scheduler.step_times.observe(load_of(batch), duration_ms)
+        self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))
+
+    def _run(self, batch: Batch) -> tuple[list[Sample], float]:
+        started_s = self._clock()
+        samples = self.runner.run(batch)
+        return samples, 1000 * (self._clock() - started_s)
 
     async def _grow_pool(self) -> None:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages. More may have
         come to wait meanwhile: nobody is evicted for want of blocks that could be had."""
         holdings, pool = self._scheduler.holdings, self._scheduler.holdings.pool
+        if holdings.max_blocks < pool.ceiling and self._clock() >= self._refused_s + MEMORY_RETRY_S:
+            holdings.max_blocks = pool.ceiling
         while True:
             # Cached blocks are counted as taken: while memory may be had, reuse is not given up for it.
             num_missing = self._scheduler.num_wanted_blocks() - pool.num_free
             num_growable = holdings.max_blocks - pool.num_total
             if num_missing <= 0 or num_growable <= 0:
                 return
-            num_more = min(num_growable, max(num_missing, MIN_GROWTH_BLOCKS))
+            num_more = min(num_growable, max(num_missing, self._num_usual_more()))
             while num_more > 0 and not await self._commit_memory(pool.num_total + num_more):
-                # What was refused is not asked for again; half of it may be had.
-                holdings.max_blocks = pool.num_total + num_more - 1
+                # What was refused is not asked for again so soon; half of it may be had.
+                holdings.max_blocks, self._refused_s = pool.num_total + num_more - 1, self._clock()
                 num_more //= 2
             pool.grow(num_more)
+
+    def _num_usual_more(self) -> int:
+        """Blocks to grow by where fewer are missing: half as many again, until all seats have what is usual."""
+        holdings, limits = self._scheduler.holdings, self._scheduler.limits
+        usual = holdings.usual_blocks
+        if limits.expected_sequence_tokens is not None:
+            usual = holdings.num_blocks(limits.expected_sequence_tokens)
+        num_total = holdings.pool.num_total
+        return max(MIN_GROWTH_BLOCKS, min(num_total // 2, int(limits.max_num_seqs * usual) - num_total))
 
     async def _commit_memory(self, num_blocks: int) -> bool:
         try:

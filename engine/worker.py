@@ -40,7 +40,7 @@ from runtime.status import StatusReporter
 LOG = logging.getLogger(__name__)
 REGISTRATION_TTL_S = 10.0
 INITIAL_BLOCKS = 128
-EXPECTED_SEQUENCE_TOKENS = 2048
+"""Blocks at the start where nothing says how many will be needed: a start is fast."""
 STOP_GRACE_S = 1.0
 ROLE_NAMES = {
     "prefill": inference_pb2.WORKER_ROLE_PREFILL,
@@ -225,19 +225,21 @@ class Worker:
         config = self._config
         ceiling = config.num_kv_blocks
         if ceiling is None:
-            length = min(EXPECTED_SEQUENCE_TOKENS, config.max_model_len or model.max_context)
-            wanted = config.max_num_seqs * layout.num_blocks(length)
+            useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
             affordable = int(config.kv_cache_memory_utilization * memory_limit_bytes()) // layout.block_bytes
-            ceiling = max(1, min(wanted, affordable))
+            ceiling = max(1, min(useful, affordable))
         if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
             raise ConfigError(
                 f"--max-model-len: the KV pool holds {ceiling * layout.block_size} tokens "
                 f"(--num-kv-blocks {ceiling}), got {config.max_model_len}"
             )
+        initial, expected = INITIAL_BLOCKS, config.expected_sequence_tokens
+        if expected is not None:
+            initial = config.max_num_seqs * layout.num_blocks(expected)
         directory = config.shared_memory_dir
         if directory is not None and directory.is_dir():
             unlink_dead(directory)
-        return PoolMemory.create(layout, ceiling, min(ceiling, INITIAL_BLOCKS), directory=directory, epoch=epoch)
+        return PoolMemory.create(layout, ceiling, min(ceiling, initial), directory=directory, epoch=epoch)
 
     def _build_parts(self, model: ModelParts, layout: KVLayout, epoch: int, memory: PoolMemory) -> WorkerParts:
         config, ceiling = self._config, memory.planes.shape[1]
@@ -263,6 +265,10 @@ class Worker:
             is_static=config.batch_schedule == "static",
             max_preemptions=config.max_preemptions,
             ageing_s=config.priority_ageing_s,
+            max_queue_latency_ms=config.max_queue_latency_ms,
+            output_length_quantile=config.output_length_quantile,
+            target_step_ms=config.target_step_ms,
+            expected_sequence_tokens=config.expected_sequence_tokens,
         )
         pool = BlockPool(memory.num_blocks, ceiling)
         hasher = PrefixHasher(model.fingerprint, layout.fingerprint, layout.block_size)

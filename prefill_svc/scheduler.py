@@ -8,7 +8,11 @@
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
 
-The prompts of a step share it as `engine.planning.fill_shared` says.
+The prompts of a step share it as `engine.planning.fill_shared` says: a higher class goes first between chunks.
+
+A prompt that lacks a seat or blocks takes them back from those of a lower class of which no chunk was computed yet:
+they wait again and lose nothing. What has begun keeps them until it is read: it is what its reader is reading, and to
+give it away would cost both pools the attempt. What is LEASED belongs to its reader, within the lease's time to live.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from engine.ranking import RankedQueue
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import Sequence, State
+from engine.step_time import StepTimes
 
 
 class PrefillScheduler:
@@ -27,6 +32,7 @@ class PrefillScheduler:
     def __init__(self, holdings: Holdings, limits: Limits) -> None:
         self.holdings = holdings
         self.limits = limits
+        self.step_times: StepTimes | None = None  # a prefill step delays nobody's tokens
         self._uncredited: set[Sequence] = set()
         self._waiting = RankedQueue(limits.ageing_s)
         self._running = RankedQueue(limits.ageing_s)
@@ -45,8 +51,9 @@ class PrefillScheduler:
     def plan(self, now_s: float) -> Plan:
         """Admits what has credit, seat and blocks, then shares the step."""
         self._admit(now_s)
-        plan = Plan()
-        fill_shared(plan, list(self._running), self.limits.chunk_size, self.limits.max_num_batched_tokens)
+        plan, limits = Plan(), self.limits
+        overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
+        fill_shared(plan, list(self._running), limits.chunk_size, limits.max_num_batched_tokens, overdue_since_s)
         return plan
 
     def _admit(self, now_s: float) -> None:
@@ -54,15 +61,43 @@ class PrefillScheduler:
             if not self.holdings.can_ever_hold(sequence.num_tokens):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
                 continue
-            if len(self._running) + len(self._leased) >= self.limits.max_num_seqs:
-                return
             # Nobody overtakes one that lacks blocks: a stream of short prompts would starve a long one.
-            if not self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1):
-                return
+            while not self._seat(sequence):
+                if not self._take_back_for(sequence):
+                    return
             self._waiting.discard(sequence)
             self._running.add(sequence)
             sequence.started_s = now_s
             sequence.move(State.PREFILLING)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Gives a sequence all blocks of its input, or nothing."""
+        has_seat = len(self._running) + len(self._leased) < self.limits.max_num_seqs
+        return has_seat and self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1)
+
+    def _take_back_for(self, sequence: Sequence) -> bool:
+        """Lets the last by rank of a lower class wait again, if all of which nothing was computed make room; answers
+        whether one did."""
+        rank, priority = self._running.rank(sequence), sequence.request.priority
+        idle = [
+            holder
+            for holder in self._running
+            if holder.request.priority < priority
+            and self._running.rank(holder) > rank
+            and holder.num_computed == holder.num_cached
+            and holder.num_pins == 0
+        ]
+        if not idle:
+            return False
+        prospect = self.holdings.prospect(sequence, sequence.num_tokens - 1, without=idle)
+        if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens)):
+            return False
+        last = idle[-1]
+        self._running.discard(last)
+        self.holdings.take_back(last)
+        last.move(State.QUEUED)
+        self._waiting.add(last)
+        return True
 
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
         """Counts the chunks as computed; finished prompts become LEASED."""

@@ -15,6 +15,7 @@ from exploring import Event, Names, World, check_accounts, describe
 from pools import BLOCK_SIZE, Memory, Step, check_plan, make_holdings, make_limits, make_request
 
 from decode_svc.scheduler import DecodeScheduler
+from engine.lengths import OutputLengths
 from engine.planning import Plan
 from engine.ranking import oldest
 from engine.request import Priority, Sample
@@ -45,11 +46,18 @@ class DecodeWorld(World):
     """The scheduler, and all that may happen around it."""
 
     def __init__(
-        self, num_blocks: int, asked: list[Asked], num_faults: int = 1, reserved: int = 99, **limits: Any
+        self,
+        num_blocks: int,
+        asked: list[Asked],
+        num_faults: int = 1,
+        reserved: int = 99,
+        expected: int = 1,
+        **limits: Any,
     ) -> None:
+        """Every answer is expected to have `expected` tokens more, as far as its max_tokens go."""
         self.holdings = make_holdings(num_blocks)
         self.limits = make_limits(**{"max_model_len": num_blocks * BLOCK_SIZE, "max_num_seqs": 2, **limits})
-        self.scheduler = DecodeScheduler(self.holdings, self.limits, reserved)
+        self.scheduler = DecodeScheduler(self.holdings, self.limits, reserved, OutputLengths(prior_tokens=expected))
         self.asked = asked
         self.num_faults_left = num_faults
         self.attempts: list[Sequence | None] = [None] * len(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pools import make_holdings, make_limits, make_sequence
 
 from decode_svc.scheduler import DecodeScheduler
+from engine.lengths import OutputLengths
 from engine.request import Sample
 from engine.sequence import DECODE_MOVES, PREFILL_MOVES, Sequence
 from prefill_svc.scheduler import PrefillScheduler
@@ -34,12 +35,16 @@ class Prefill:
 
 
 class Decode:
-    """A decode scheduler; each `add` is a second later than the one before. Fetches stay open until `arrive`."""
+    """A decode scheduler; each `add` is a second later than the one before. Fetches stay open until `arrive`.
 
-    def __init__(self, num_blocks=100, reserved=1000, **limits):
+    Every answer is expected to have `expected` tokens more, so that by default nothing is kept free for growth."""
+
+    def __init__(self, num_blocks=100, reserved=1000, expected=1, **limits):
         self.holdings = make_holdings(num_blocks)
         merged = {"max_model_len": num_blocks * 4, "max_num_batched_tokens": 64, "chunk_size": 64, **limits}
-        self.scheduler = DecodeScheduler(self.holdings, make_limits(**merged), reserved)
+        self.scheduler = DecodeScheduler(
+            self.holdings, make_limits(**merged), reserved, OutputLengths(prior_tokens=expected)
+        )
         self.now_s = 0.0
 
     def add(self, length, source=None, first=1, **request) -> Sequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class PrefillWorld(World):
             self.step = Step(plan, self.holdings)
             self.step.check_writers()
         self._check_share()
+        self._check_classes()
 
     def commit(self) -> None:
         step, self.step = self.step, None
@@ -126,6 +128,28 @@ class PrefillWorld(World):
             is_before = self._rank(each) == self._rank(first) or each.num_pending < first.num_pending
             if is_before and took.get(each, 0) < wanted[each]:
                 assert not any(took.get(other) for other in behind if other is not first)
+
+    def _check_classes(self) -> None:
+        """Nothing that has not begun holds what the first that waits, of a higher class and rank, could have."""
+        waiting = sorted((self._live(index) for index in self.credited), key=self._rank)
+        waiting = [each for each in waiting if each.state is State.QUEUED]
+        if not waiting:
+            return
+        scheduler, first = pickle.loads(pickle.dumps((self.scheduler, waiting[0]), -1))
+        idle = [
+            each
+            for each in scheduler.live()
+            if each.state is State.PREFILLING
+            and each.num_computed == each.num_cached
+            and each.request.priority < first.request.priority
+            and self._rank(each) > self._rank(first)
+        ]
+        for each in idle:
+            each.num_pins = 0
+            scheduler.end(each, State.CANCELLED)
+        if idle:
+            scheduler.plan(0.0)
+        assert first.state is State.QUEUED, "a lower class has not begun and holds what a higher one waits for"
 
     def _rank(self, sequence: Sequence) -> float:
         return sequence.since_s - self.limits.ageing_s * sequence.request.priority

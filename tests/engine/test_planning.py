@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from pools import EOS, make_sequence
 
 from engine.batch import Batch
-from engine.planning import Plan, build_batch, fill
+from engine.planning import Plan, build_batch, fill, fill_shared
+from engine.ranking import RankedQueue
+from engine.request import Priority
 from engine.sequence import DECODE_MOVES, Sequence
 
 
@@ -72,6 +74,44 @@ def test_fill_gives_in_order_up_to_chunk_and_budget(lengths, chunk_size, budget,
     assert [part.num_tokens for part in plan.slices] == expected
     assert plan.num_tokens == taken + sum(expected)
     assert [s.num_pins for s in sequences] == [1] * len(expected) + [0] * (len(lengths) - len(expected))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 9), st.booleans(), st.sampled_from(list(Priority))),
+        min_size=1,
+        max_size=7,
+    ),
+    st.integers(1, 16),
+    st.integers(1, 40),
+    st.integers(0, 9),
+)
+def test_halves_go_to_the_first_and_to_those_that_have_waited_too_long(prompts, chunk_size, budget, overdue_since_s):
+    sequences = []
+    for length, arrived_s, has_begun, priority in prompts:
+        sequence = make_sequence(range(length + has_begun), DECODE_MOVES, float(arrived_s), priority=priority)
+        sequence.num_computed = int(has_begun)
+        sequences.append(sequence)
+    sequences.sort(key=RankedQueue().rank)
+    plan = Plan()
+    fill_shared(plan, sequences, chunk_size, budget, float(overdue_since_s))
+    took = {part.sequence: part.num_tokens for part in plan.slices}
+    wanted = {each: min(each.num_pending, chunk_size) for each in sequences}
+    assert plan.num_tokens == min(budget, sum(wanted.values())), "a part of the step is idle"
+    first = sequences[0]
+    assert took[first] >= min(wanted[first], budget - budget // 2)
+    shorter = [
+        each
+        for each in sequences[1:]
+        if each.num_pending < first.num_pending and each.request.priority >= first.request.priority
+    ]
+    for priority in Priority:
+        equals = [each for each in shorter if each.request.priority == priority]
+        got = sum(took.get(each, 0) for each in equals)
+        if equals and equals[0].since_s <= overdue_since_s:
+            assert took.get(equals[0], 0) >= min(wanted[equals[0]], got - got // 2)
+        below = [each for each in shorter if each.request.priority < priority]
+        assert got == sum(wanted[each] for each in equals) or not any(each in took for each in below)
 
 
 def test_a_batch_does_not_follow_what_happens_to_its_sequences():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+import pytest
 from pools import make_holdings, make_limits, make_request
 
 from decode_svc.scheduler import DecodeScheduler
@@ -14,7 +15,7 @@ from engine.planning import Plan
 from engine.request import Priority, Sample
 from engine.scheduling import NewToken
 from engine.sequence import DECODE_MOVES, Sequence, State
-from engine.step_loop import StepLoop
+from engine.step_loop import MEMORY_RETRY_S, StepLoop
 from kvstore.memory import PoolMemoryFull
 
 DEADLINE_S = 20.0
@@ -46,11 +47,12 @@ class OnesRunner:
 class Worker:
     """A step loop over a decode scheduler, and who waits for its sequences to end."""
 
-    def __init__(self, num_blocks: int, ceiling: int, memory: MemoryOf) -> None:
+    def __init__(self, num_blocks: int, ceiling: int, memory: MemoryOf, **changes: object) -> None:
         self.holdings = make_holdings(num_blocks, ceiling)
-        limits = make_limits(max_model_len=4 * ceiling, max_num_batched_tokens=512, chunk_size=512, max_num_seqs=8)
-        self.scheduler = DecodeScheduler(self.holdings, limits, 99)
-        self.loop = StepLoop(self.scheduler, OnesRunner(), memory, self)
+        defaults = {"max_model_len": 4 * ceiling, "max_num_batched_tokens": 512, "chunk_size": 512, "max_num_seqs": 8}
+        self.scheduler = DecodeScheduler(self.holdings, make_limits(**{**defaults, **changes}), 99)
+        self.now_s = 1000.0
+        self.loop = StepLoop(self.scheduler, OnesRunner(), memory, self, clock=lambda: self.now_s)
         self._changed = asyncio.Event()
 
     def planned(self, plan: Plan) -> None:
@@ -122,6 +124,54 @@ async def test_the_last_blocks_of_the_memory_are_used():
     assert (large.state, small.state) == (State.FAILED, State.FINISHED)
     assert worker.holdings.max_blocks == worker.holdings.pool.num_total == 21
     assert memory.num_refused < 20, "a search by halves"
+
+
+async def test_memory_that_was_refused_is_asked_for_again_after_a_while():
+    memory = MemoryOf(8)
+    worker = Worker(8, 200, memory)
+    async with worker.running():
+        first = worker.add(60, first=100)
+        await worker.until(lambda: first.is_over)
+        num_refused, memory.num_blocks = memory.num_refused, 200
+        worker.now_s += MEMORY_RETRY_S - 1
+        second = worker.add(60, first=200)
+        await worker.until(lambda: second.is_over)
+        assert memory.num_refused == num_refused, "not asked again so soon"
+        worker.now_s += 1
+        third = worker.add(60, first=300)
+        await worker.until(lambda: third.is_over)
+    assert [each.state for each in (first, second, third)] == [State.FAILED, State.FAILED, State.FINISHED]
+    assert worker.holdings.max_blocks == 200
+
+
+@pytest.mark.parametrize(
+    "limits, num_blocks",
+    [
+        ({"max_num_seqs": 100, "expected_sequence_tokens": 40}, 450),  # half of 300 more, of 1000 expected
+        ({"max_num_seqs": 100, "expected_sequence_tokens": 16}, 400),  # all that is expected
+        ({"max_num_seqs": 100, "expected_sequence_tokens": 12}, 364),  # more than expected: by what growth is at least
+        ({"max_num_seqs": 40}, 364),  # nothing is known
+    ],
+)
+async def test_the_pool_grows_in_large_steps_up_to_what_is_usual(limits, num_blocks):
+    worker = Worker(300, 5000, MemoryOf(5000), **limits)
+    async with worker.running():
+        sequence = worker.add(4 * 301, first=100, max_tokens=1)
+        await worker.until(lambda: sequence.is_over)
+    assert worker.holdings.pool.num_total == num_blocks
+
+
+async def test_what_sequences_usually_hold_is_learned():
+    worker = Worker(40, 5000, MemoryOf(5000), max_num_seqs=100)
+    async with worker.running():
+        for first in (100, 200):
+            sequence = worker.add(38, first=first, max_tokens=2)
+            await worker.until(lambda sequence=sequence: sequence.is_over)
+        assert worker.holdings.usual_blocks == 10
+        cancelled = worker.add(200, first=1000, max_tokens=50)
+        await worker.until(lambda: cancelled.num_outputs > 0)
+        worker.scheduler.end(cancelled, State.CANCELLED)
+    assert worker.holdings.usual_blocks == 10, "what was given up is not usual"
 
 
 async def test_nothing_hangs_where_memory_cannot_grow():

@@ -8,14 +8,14 @@ from engine.request import Priority
 from engine.sequence import State
 
 
-def test_victims_leave_no_headroom_behind():
-    d = Decode(num_blocks=4, max_num_seqs=3, max_batch_size=1)
+def test_nothing_is_kept_for_the_growth_of_victims():
+    d = Decode(num_blocks=5, expected=4, max_num_seqs=3, max_batch_size=1)
     d.add(5, first=100, priority=Priority.LOW)
     normal = d.add(3, first=200)
     d.step()
     high = d.add(3, first=300, priority=Priority.HIGH)
     d.step()
-    # One block free, one from the victim: one for the input, one kept for the only sequence that still decodes.
+    # The low one is expected to need three blocks, each of the others two.
     assert (normal.state, high.state) == (State.EVICTED, State.DECODING)
 
 
@@ -26,7 +26,7 @@ def test_nobody_is_preempted_for_blocks_that_others_share():
     low = d.add(10, first=100, priority=Priority.LOW)
     d.step()
     assert low.num_cached == 8
-    high = d.add(16, first=300, priority=Priority.HIGH)
+    high = d.add(20, first=300, priority=Priority.HIGH)
     d.step()
     assert (low.state, high.state) == (State.DECODING, State.QUEUED), "of its three blocks two would stay"
 
@@ -37,14 +37,14 @@ def test_a_prefix_that_others_hold_need_not_be_made_room_for():
     d.step()
     low = d.add(9, first=200, priority=Priority.LOW)
     d.step()
-    high = d.add(15, first=100, priority=Priority.HIGH)
+    high = d.add(20, first=100, priority=Priority.HIGH)
     d.step()
     assert (low.state, high.state) == (State.EVICTED, State.DECODING)
     assert high.num_cached == 8
 
 
 def test_no_second_victim_while_the_transfer_of_the_first_is_being_stopped():
-    d = Decode(num_blocks=11, max_num_seqs=9)
+    d = Decode(num_blocks=9, max_num_seqs=9)
     d.add(3, first=100)
     d.step()
     spared, victim = d.add(11, first=200, priority=Priority.LOW), d.add(11, "p", first=300, priority=Priority.LOW)

@@ -84,6 +84,45 @@ def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():
     assert b.block_table and c.block_table
 
 
+def test_prefill_takes_back_what_a_lower_class_has_not_begun_on():
+    p = Prefill(max_num_seqs=3, max_num_batched_tokens=8, chunk_size=8)
+    running = p.add(24, first=1)
+    first, last = p.add(20, first=100, priority=Priority.LOW), p.add(20, first=200, priority=Priority.LOW)
+    p.step()
+    high = p.add(24, first=300, priority=Priority.HIGH)
+    assert p.step() == [(high, 8)]
+    assert (running.num_computed, first.state, last.state) == (8, State.PREFILLING, State.QUEUED)
+    assert not last.block_table and last.num_cached == last.num_computed == 0
+    while p.step():
+        pass
+    assert [each.state for each in (running, first, high)] == [State.LEASED] * 3
+    p.scheduler.end(high, State.FINISHED)
+    p.step()
+    assert last.state is State.PREFILLING, "it waited for its turn and lost nothing"
+
+
+@pytest.mark.parametrize(
+    "seats, lower", [(2, Priority.HIGH), (1, Priority.LOW)], ids=["an equal", "one that has begun"]
+)
+def test_prefill_takes_nothing_back_from(seats, lower):
+    p = Prefill(max_num_seqs=seats, max_num_batched_tokens=8, chunk_size=8)
+    holding = [p.add(24, first=100 * index + 1, priority=lower) for index in range(seats)]
+    p.step()
+    high = p.add(4, first=500, priority=Priority.HIGH)
+    p.step()
+    assert {each.state for each in holding} == {State.PREFILLING} and high.state is State.QUEUED
+
+
+def test_prefill_takes_nothing_back_in_vain():
+    p = Prefill(num_blocks=10, max_num_batched_tokens=8, chunk_size=8)
+    p.add(24, first=1)
+    low = p.add(12, first=100, priority=Priority.LOW)
+    p.step()
+    high = p.add(20, first=300, priority=Priority.HIGH)
+    p.step()
+    assert (low.state, high.state) == (State.PREFILLING, State.QUEUED)
+
+
 def test_prefill_seats_count_leases():
     p = Prefill(max_num_seqs=1)
     a, b = p.add(4, first=100), p.add(4, first=200)
@@ -219,16 +258,60 @@ def test_one_reservation_of_any_size_is_let_in():
     assert big.state is State.FETCHING
 
 
-def test_admission_leaves_a_block_for_each_that_runs():
-    d = Decode(num_blocks=5)
+def test_admission_leaves_what_is_expected_of_those_that_run():
+    d = Decode(num_blocks=5, expected=6)
     a = d.add(3, first=100)
     d.step()
-    b = d.add(15, first=200)
+    b = d.add(11, first=200)
     d.step()
-    assert b.state is State.QUEUED, "4 blocks are free, 4 are needed, 1 is kept"
+    assert b.state is State.QUEUED, "3 of 4 free blocks are needed, but soon the other will need 3 itself"
     d.scheduler.end(a, State.CANCELLED)
     d.step()
     assert b.block_table
+
+
+def test_admission_counts_on_blocks_that_others_give_back_before_they_are_needed():
+    d = Decode(num_blocks=4, expected=20)
+    short = d.add(3, first=100, max_tokens=3)
+    d.step()
+    # It will hold 2 blocks for one more step; the other holds 2 and needs 4 only when they are back.
+    long = d.add(7, first=200, max_tokens=8)
+    d.step()
+    assert (short.state, long.state) == (State.DECODING, State.DECODING)
+    other = d.add(3, first=300)
+    while not long.is_over:
+        d.step()
+        assert other.state is State.QUEUED or long.is_over
+    assert (short.state, long.state) == (State.FINISHED, State.FINISHED)
+
+
+def test_alone_one_is_let_in_whatever_is_expected_of_it():
+    d = Decode(num_blocks=3, expected=400, max_model_len=400)
+    only = d.add(11)
+    d.step()
+    assert only.state is State.DECODING
+
+
+def test_admission_counts_on_memory_that_could_be_had():
+    d = Decode(num_blocks=4, expected=8)
+    d.add(3, first=100)
+    d.step()
+    other = d.add(3, first=200)
+    d.holdings.max_blocks = 5
+    d.step()
+    assert other.state is State.QUEUED, "three blocks each"
+    d.holdings.max_blocks = 6
+    d.step()
+    assert other.state is State.DECODING
+
+
+def test_an_answer_that_ignores_its_end_is_expected_to_use_all_it_may():
+    d = Decode(num_blocks=5, expected=1)
+    d.add(3, first=100, max_tokens=12, ignore_eos=True)
+    d.step()
+    other = d.add(7, first=200, max_tokens=12, ignore_eos=True)
+    d.step()
+    assert other.state is State.QUEUED
 
 
 def test_those_that_rank_behind_the_batch_pause_with_their_kv():
@@ -310,7 +393,7 @@ def test_a_higher_class_takes_blocks():
     d.add(3, first=100)
     low = d.add(7, first=200, priority=Priority.LOW)
     d.step()
-    high = d.add(11, first=300, priority=Priority.HIGH)
+    high = d.add(15, first=300, priority=Priority.HIGH)
     d.step()
     assert (low.state, high.state) == (State.EVICTED, State.DECODING)
 

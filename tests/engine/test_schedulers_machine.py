@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pools import BLOCK_SIZE, EOS, Memory, Step, check_plan, make_holdings, make_limits, make_request
 
 from decode_svc.scheduler import DecodeScheduler
+from engine.lengths import OutputLengths
 from engine.request import Priority, Sample
 from engine.sequence import DECODE_MOVES, PREFILL_MOVES, TERMINAL, Sequence, State
 from prefill_svc.scheduler import PrefillScheduler
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_size=st.none() | st.integers(1, 4),
         max_preemptions=st.integers(0, 2),
         is_static=st.booleans(),
+        expected=st.sampled_from([1, 3, 99]),
     )
     def create(
         self,
@@ -65,7 +67,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_size: int | None,
         max_preemptions: int,
         is_static: bool,
+        expected: int,
     ) -> None:
+        self.lengths = OutputLengths(prior_tokens=expected)
         self.holdings = make_holdings(min(num_blocks, ceiling), ceiling)
         budget = max_num_seqs + extra_tokens
         self.limits = make_limits(
@@ -251,7 +255,7 @@ class DecodeMachine(SchedulerMachine):
         self.num_pinned_by_steps = 0
 
     def make_scheduler(self, reserved: int) -> DecodeScheduler:
-        return DecodeScheduler(self.holdings, self.limits, reserved)
+        return DecodeScheduler(self.holdings, self.limits, reserved, self.lengths)
 
     @rule(
         prompt=PROMPTS,

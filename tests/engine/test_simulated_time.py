@@ -72,6 +72,19 @@ def test_a_long_prompt_takes_at_most_twice_its_time_under_a_stream_of_short_ones
     assert 1.5 * alone.done_s < long.done_s <= 2 * alone.done_s + 2 * STEP_S
 
 
+@pytest.mark.parametrize("max_queue_latency_ms", [50, 1000, 1e9])
+def test_a_stream_of_shorter_ones_keeps_nobody_out_beyond_the_longest_wait(max_queue_latency_ms):
+    middle = Client(STEP_S, 60)
+    shorter = [Client(index * STEP_S, 16) for index in range(120)]  # all of what the long one leaves
+    limits = {"max_num_batched_tokens": 32, "chunk_size": 32, "max_queue_latency_ms": max_queue_latency_ms}
+    PrefillSimulation([Client(0.0, 100 * 32), middle, *shorter], **limits).run()
+    num_steps = 60 / (32 / 4) + 2  # a quarter of each
+    if max_queue_latency_ms < 1e9:
+        assert middle.done_s - middle.asked_s <= max_queue_latency_ms / 1000 + num_steps * STEP_S
+    else:
+        assert middle.done_s > 100 * STEP_S, "without a longest wait it is kept out: the test says something"
+
+
 def p95_steps(clients: list[Client]) -> float:
     steps = sorted((client.first_token_s - client.asked_s) / STEP_S for client in clients)
     return steps[int(0.95 * (len(steps) - 1))]

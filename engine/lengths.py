@@ -1,0 +1,56 @@
+"""How many tokens are still to come of an answer: learned from the requests that have finished.
+
+Owns the lengths of the last `WINDOW` finished answers. Of a sequence it expects the quantile q of those that were
+longer than it is now, but looks no further ahead than the quantile 1 - q of all of them: so long nearly all that run
+will go on, and later enough of them have ended. A forecast that goes further keeps blocks free for growth that others
+give back in time; one that counts on earlier ends has to evict. Decides nothing: decode's admission sums these up
+(`decode_svc.outlook`). An answer that ended at its max_tokens counts like one that ended by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from math import ceil
+
+WINDOW = 1000
+"""Finished answers that are remembered."""
+MIN_FINISHED = 16
+"""Finished answers from which on they are believed."""
+PRIOR_TOKENS = 64
+"""Tokens expected of any sequence while nothing is known, and where no remembered answer was as long."""
+QUANTILE = 0.9
+"""Part of the longer answers that end no later than is expected."""
+
+
+class OutputLengths:
+    """A window of lengths, kept sorted: recording and asking cost a binary search."""
+
+    def __init__(self, quantile: float = QUANTILE, prior_tokens: int = PRIOR_TOKENS, least_tokens: int = 1) -> None:
+        """Expects at least `least_tokens` more, as far as a request may have them."""
+        self._quantile = quantile
+        self._prior_tokens = prior_tokens
+        self._least_tokens = least_tokens
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def record(self, num_outputs: int) -> None:
+        """An answer has ended with so many tokens."""
+        if len(self._recent) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(num_outputs)
+        insort(self._sorted, num_outputs)
+
+    def expected_more(self, num_outputs: int, most: int) -> int:
+        """Tokens still to come, from 1 to `most`, of an answer that has `num_outputs`."""
+        more, num_finished = self._prior_tokens, len(self._sorted)
+        if num_finished >= MIN_FINISHED:
+            num_shorter = bisect_right(self._sorted, num_outputs)
+            if num_shorter < num_finished:
+                more = self._of(self._quantile, num_shorter) - num_outputs
+            more = min(more, self._of(1 - self._quantile, 0))
+        return max(1, min(max(more, self._least_tokens), most))
+
+    def _of(self, quantile: float, first: int) -> int:
+        """The least length that this part of the lengths from the index `first` on does not exceed."""
+        return self._sorted[first + max(1, ceil(quantile * (len(self._sorted) - first))) - 1]

@@ -1,0 +1,154 @@
+"""What a step takes, learned from the steps that ran: milliseconds by what the step holds.
+
+Owns recursive least squares with forgetting, in its information form: the sums that define the fit decay with each
+step, and two sweeps over the coefficients bring them closer to it, each held at 0 or above, because no step becomes
+shorter by holding more. What recent steps say nothing about keeps its coefficient. Knows no scheduler and no clock.
+A step that takes surprisingly long is cut to a few times the usual deviation, so that a hiccup moves little and a
+lasting change is followed within some hundred steps. `predict_ms` answers None until there is enough to go by.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.batch import Batch
+
+WARM_UP_STEPS = 3
+"""First steps, which pay for pages and caches, and are not counted."""
+MIN_STEPS = 8
+"""Counted steps from which on there are predictions."""
+FORGETTING = 0.99
+"""Weight of what was known, at each step: some hundred steps are remembered."""
+EARLY_FORGETTING = 0.9
+"""The same until there are predictions: the very first steps are forgotten sooner."""
+SURPRISED_FORGETTING = 0.97
+"""The same at a step that was cut: if such steps go on, what was known holds no more."""
+MAX_DEVIATIONS = 4.0
+"""Usual deviations from the prediction to which a surprising step is cut."""
+MIN_DEVIATION = 0.02
+"""Part of the prediction that is always usual."""
+DEVIATION_GAIN = 0.05
+"""Weight of a step in the usual deviation."""
+MIN_FAMILIAR_STEPS = 4.0
+"""Steps like this one, by each thing it holds, below which nothing about it is a surprise."""
+NUM_SWEEPS = 2
+
+_NUM_FEATURES = 5  # of a step: 1, and what StepLoad counts
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What makes a step long."""
+
+    num_sequences: int = 0
+    """Sequences with one token each: their rows."""
+    num_context_tokens: int = 0
+    """Tokens whose KV those rows read."""
+    num_prompt_tokens: int = 0
+    """Tokens of chunks of more than one."""
+    num_prompt_pairs: int = 0
+    """Sum over the tokens of these chunks of what each looks at."""
+
+    def with_chunk(self, num_tokens: int, num_computed: int) -> StepLoad:
+        """The same and a chunk after `num_computed` tokens."""
+        return StepLoad(
+            self.num_sequences,
+            self.num_context_tokens,
+            self.num_prompt_tokens + num_tokens,
+            self.num_prompt_pairs + num_tokens * (num_computed + num_tokens // 2),
+        )
+
+
+def load_of(batch: Batch) -> StepLoad:
+    """What a batch holds."""
+    if batch.num_tokens == batch.num_sequences:
+        return StepLoad(batch.num_sequences, sum(batch.context_lens))
+    load, num_rows, num_context_tokens = StepLoad(), 0, 0
+    for index, context_len in enumerate(batch.context_lens):
+        num_tokens = batch.query_starts[index + 1] - batch.query_starts[index]
+        if num_tokens == 1:
+            num_rows, num_context_tokens = num_rows + 1, num_context_tokens + context_len
+        else:
+            load = load.with_chunk(num_tokens, context_len - num_tokens)
+    return StepLoad(num_rows, num_context_tokens, load.num_prompt_tokens, load.num_prompt_pairs)
+
+
+class StepTimes:
+    """A model of one worker's steps."""
+
+    def __init__(self) -> None:
+        self._sums = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # decayed, of feature x feature
+        self._targets = [0.0] * _NUM_FEATURES  # decayed, of feature x milliseconds
+        self._coefficients = [0.0] * _NUM_FEATURES
+        self._deviation_ms = 0.0  # decayed mean of what predictions were off by
+        self._num_seen = 0
+
+    def observe(self, load: StepLoad, duration_ms: float) -> None:
+        """A step has run."""
+        self._num_seen += 1
+        if self._num_seen <= WARM_UP_STEPS:
+            return
+        features, keep = _features(load), FORGETTING if self._is_known else EARLY_FORGETTING
+        predicted_ms = self._value(features)
+        off_ms = duration_ms - predicted_ms
+        if self._is_known and self._is_familiar(features):
+            limit_ms = MAX_DEVIATIONS * max(self._deviation_ms, MIN_DEVIATION * predicted_ms)
+            if abs(off_ms) > limit_ms:
+                off_ms, keep = math.copysign(limit_ms, off_ms), SURPRISED_FORGETTING
+            self._deviation_ms += DEVIATION_GAIN * (abs(off_ms) - self._deviation_ms)
+        self._count(features, predicted_ms + off_ms, keep)
+
+    def predict_ms(self, load: StepLoad) -> float | None:
+        """What a step with this load takes; None while too few have run."""
+        return self._value(_features(load)) if self._is_known else None
+
+    def num_prompt_tokens_within(self, target_ms: float, load: StepLoad, num_computed: int, most: int) -> int:
+        """Tokens of a chunk after `num_computed`, at most `most`, that a step with `load` can take as well without
+        exceeding the target; `most` while too few have run."""
+        if not self._is_known:
+            return most
+        fit, too_many = 0, most + 1
+        while too_many - fit > 1:
+            middle = (fit + too_many) // 2
+            if self._value(_features(load.with_chunk(middle, num_computed))) <= target_ms:
+                fit = middle
+            else:
+                too_many = middle
+        return fit
+
+    @property
+    def _is_known(self) -> bool:
+        return self._num_seen >= WARM_UP_STEPS + MIN_STEPS
+
+    def _value(self, features: tuple[float, ...]) -> float:
+        return sum(map(float.__mul__, self._coefficients, features))
+
+    def _is_familiar(self, features: tuple[float, ...]) -> bool:
+        """Whether steps that are remembered held as much of all that this one holds."""
+        return all(
+            self._sums[index][index] >= MIN_FAMILIAR_STEPS * feature * feature for index, feature in enumerate(features)
+        )
+
+    def _count(self, features: tuple[float, ...], duration_ms: float, keep: float) -> None:
+        coefficients, targets = self._coefficients, self._targets
+        for index, feature in enumerate(features):
+            row = self._sums[index]
+            self._sums[index] = [keep * known + feature * other for known, other in zip(row, features, strict=True)]
+            targets[index] = keep * targets[index] + feature * duration_ms
+        for _ in range(NUM_SWEEPS):
+            for index, row in enumerate(self._sums):
+                if row[index] > 1e-12:  # else nothing remembered held any of it
+                    missing = targets[index] - sum(map(float.__mul__, row, coefficients))
+                    coefficients[index] = max(0.0, coefficients[index] + missing / row[index])
+
+
+def _features(load: StepLoad) -> tuple[float, ...]:
+    # About 1 each for a full step, so that no sweep has to cross scales.
+    return (
+        1.0,
+        load.num_sequences / 64,
+        load.num_prompt_tokens / 512,
+        load.num_context_tokens / 65536,
+        load.num_prompt_pairs / 524288,
+    )
