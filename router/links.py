@@ -58,6 +58,7 @@ class Incarnation:
         """Attempts of this router that run here."""
         self.num_assigned_tokens = 0
         """Prompt tokens of those that have not been computed yet."""
+        self._num_assigned_at_report = 0
         self._sinks: dict[bytes, TokenSink] = {}
 
     @property
@@ -74,6 +75,13 @@ class Incarnation:
     def decodes(self) -> bool:
         """Whether it generates tokens."""
         return self.role != inference_pb2.WORKER_ROLE_PREFILL
+
+    @property
+    def num_free(self) -> int:
+        """Seats that nobody holds: by its last report, which counts other routers' requests too, and what this router
+        has begun and ended here since."""
+        reported = self.load.num_queued + self.load.num_running - self._num_assigned_at_report
+        return max(0, self.description.num_seats - self.num_assigned - max(0, reported))
 
     @property
     def is_serving(self) -> bool:
@@ -106,6 +114,7 @@ class Incarnation:
     def note_report(self, report: worker_pb2.WatchResponse) -> None:
         """Takes over a load report."""
         self.state, self.load, self.reported_s = report.state, report.load, time.monotonic()
+        self._num_assigned_at_report = self.num_assigned
 
 
 class WorkerLink:

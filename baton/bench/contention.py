@@ -80,7 +80,8 @@ async def _priority(run: Run) -> list[Row]:
     sizes = run.sizes
     num_low, lengths = known(sizes.max_concurrency), (known(sizes.prompt_tokens), known(sizes.output_tokens))
     num_seats = max(1, num_low // STREAMS_PER_SEAT)
-    async with run.service(max_num_seqs=num_seats) as service:
+    # However long an answer takes: half of the low ones wait for one.
+    async with run.service(max_num_seqs=num_seats, max_queue_wait_s=0) as service:
         draw_high = partial(service.asks.many, known(sizes.num_requests), *lengths, "high")
         async with service.phase("idle") as idle:
             await idle.load.closed("high", draw_high(), 1)
