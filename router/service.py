@@ -31,6 +31,8 @@ from runtime.telemetry import Telemetry, extract
 
 Context = grpc.aio.ServicerContext
 TENANT = ""
+SHORT_BYTES = 1024
+"""Requests of this size are validated in less time than the way to a thread and back takes."""
 RETRY_S = 1.0
 """When to come again where nothing is known of when it will be better."""
 
@@ -88,10 +90,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """One request."""
         arrived_s = time.monotonic()
         with self._admitted(request, context) as ticket:
-            # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
-            prepared = await asyncio.to_thread(
-                validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
-            )
+            prepared = await self._validated(request)
             with self._named(prepared.request_id):
                 answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
                 operation = "chat" if request.messages else "text_completion"
@@ -174,6 +173,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             yield
         finally:
             self._request_ids.discard(request_id)
+
+    async def _validated(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
+        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template
+        if request.ByteSize() <= SHORT_BYTES:
+            return validate(*arguments)
+        # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
+        return await asyncio.to_thread(validate, *arguments)
 
     def _facts(self) -> ModelFacts:
         decodes = self._fleet.usable(decodes=True)
