@@ -272,11 +272,11 @@ class Attempt:
         """The record may overtake the last tokens, which come on another stream; under load by as long as that stream
         has other tokens to bring. Only when it brings nothing at all are they taken for lost."""
         arrived_s = time.monotonic()
-        while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
-            self.answer.progressed.clear()
+        self.answer.expect(num_tokens)
+        while not self.answer.complete.is_set():
             try:
                 async with asyncio.timeout(LAST_TOKENS_S):
-                    await self.answer.progressed.wait()
+                    await self.answer.complete.wait()
             except TimeoutError:
                 if time.monotonic() - max(arrived_s, self.decode.delivered_s) >= LAST_TOKENS_S:
                     text = f"worker {self.decode.worker_id} left out its last tokens"

@@ -24,8 +24,9 @@ from router.fleet import Fleet
 from router.links import Incarnation
 from router.model import TextModel
 from router.sessions import Sessions
+from router.stalls import stall_limit
 from router.validation import ModelFacts, PreparedRequest, validate
-from runtime.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Unavailable
+from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
 from runtime.telemetry import Telemetry, extract
 
@@ -111,27 +112,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ticket: Ticket,
         context: Context[object, object],
     ) -> None:
-        """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised."""
-        serving.add_done_callback(lambda _: answer.changed.set())
-        while not serving.done():
-            await answer.changed.wait()
-            answer.changed.clear()
-            if answer.token_ids:
-                self._admission.note_started(ticket)
-            if answer.can_take and not serving.done():
-                await self._write(answer.take(), context)
-        finish = serving.result()
-        last = answer.take()
-        last.finish.CopyFrom(finish)
-        await self._write(last, context)
+        """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised.
 
-    async def _write(self, response: inference_pb2.GenerateResponse, context: Context[object, object]) -> None:
-        """Returns when the connection has room for more: what a slow client has not read is bounded by its window."""
-        try:
-            async with asyncio.timeout(self._client_stall_s):
-                await context.write(response)
-        except TimeoutError:
-            raise Aborted(f"the client has taken nothing for {self._client_stall_s:g} s") from None
+        A write returns when the connection has room for more: what a slow client has not read is bounded by its window.
+        """
+        serving.add_done_callback(lambda _: answer.changed.set())
+        async with stall_limit(self._client_stall_s) as clock:
+            while not serving.done():
+                await answer.changed.wait()
+                if not ticket.is_started and answer.token_ids:
+                    self._admission.note_started(ticket)
+                if answer.can_take and not serving.done():
+                    clock.start()
+                    await context.write(answer.take())
+                    clock.stop()
+            finish = serving.result()
+            last = answer.take()
+            last.finish.CopyFrom(finish)
+            clock.start()
+            await context.write(last)
 
     async def _serve(
         self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, span: Span
