@@ -74,8 +74,6 @@ class Answer:
         """Something can be taken; for the side that writes to the client."""
         self.complete = asyncio.Event()
         """All that `expect` named is here; for the attempt that waits for the last tokens."""
-        self.stopped = asyncio.Event()
-        """A stop string was found."""
         self._text = TextStream(
             tokenizer,
             request.prompt_token_ids,
@@ -135,7 +133,6 @@ class Answer:
             del self.token_ids[delta.num_output_tokens :]
             # None of those cut off was taken: they were not certain.
             del self._pending_tokens[max(0, len(self.token_ids) - self._num_taken) :]
-            self.stopped.set()
             self.complete.set()
         self.changed.set()
 

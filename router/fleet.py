@@ -74,12 +74,14 @@ class Fleet:
 
     def incarnations(self) -> list[Incarnation]:
         """Every worker that was heard and is not forgotten, by role and id."""
-        known = [link.current for link, _ in self._links.values() if link.current is not None]
-        return sorted(known, key=lambda worker: (worker.role, worker.worker_id))
+        return sorted(self._known(), key=lambda worker: (worker.role, worker.worker_id))
+
+    def _known(self) -> list[Incarnation]:
+        return [link.current for link, _ in self._links.values() if link.current is not None]
 
     def usable(self, decodes: bool) -> list[Incarnation]:
-        """Proved, serving workers that decode, or that prefill."""
-        return [w for w in self.incarnations() if w.is_proved and w.is_serving and w.decodes == decodes]
+        """Proved, serving workers that decode, or that prefill, in no order."""
+        return [w for w in self._known() if w.is_proved and w.is_serving and w.decodes == decodes]
 
     @property
     def is_ready(self) -> bool:
@@ -91,7 +93,7 @@ class Fleet:
         decodes = self.usable(decodes=True)
         return Capacity(
             num_free=sum(worker.num_free for worker in decodes),
-            num_assigned=sum(worker.num_assigned for worker in self.incarnations()),
+            num_assigned=sum(worker.num_assigned for worker in self._known()),
             num_ahead=sum(max(1, worker.description.num_seats // SEATS_PER_AHEAD) for worker in decodes),
         )
 

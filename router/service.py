@@ -102,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 finally:
                     if not serving.done():
                         serving.cancel()
-                    await asyncio.wait([serving])
+                        await asyncio.wait([serving])
                     _close_span(span, serving)
 
     async def _stream(
