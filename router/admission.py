@@ -198,7 +198,8 @@ class Admission:
         expected_s = self.expected_wait_s(ticket)
         limit_s = min(self._max_queue_wait_s, math.inf if time_left_s is None else time_left_s)
         if expected_s is not None and expected_s > limit_s:
-            raise self._overloaded(f"the wait would be about {expected_s:.1f} s, at most {limit_s:.1f} s are allowed")
+            text = f"the wait would be about {expected_s:.1f} s, at most {limit_s:.1f} s are allowed"
+            raise self._overloaded(text, limit_s=f"{limit_s:.1f}", expected_s=f"{expected_s:.1f}")
 
     def _check_room(self, ticket: Ticket) -> None:
         """Those whose clients have yet to read the end count too: they take memory and no place."""
@@ -207,13 +208,15 @@ class Admission:
         victim = next((other for other in reversed(self._waiting) if other.priority < ticket.priority), None)
         full = f"{self._max_num_queued} requests wait, which is the limit"
         if victim is None:
-            raise self._overloaded(full)
-        self._refuse(victim, self._overloaded(f"{full}, and one of a higher class came"))
+            raise self._overloaded(full, limit=self._max_num_queued)
+        error = self._overloaded(f"{full}, and one of a higher class came", limit=self._max_num_queued)
+        self._refuse(victim, error)
 
-    def _overloaded(self, message: str) -> Overloaded:
+    def _overloaded(self, message: str, **metadata: object) -> Overloaded:
+        """Come again when those that wait now are served."""
         last_s = self.expected_wait_s(self._waiting[-1])
         retry_s = UNKNOWN_RETRY_S if last_s is None else min(max(last_s, MIN_RETRY_S), MAX_RETRY_S)
-        return Overloaded(message, retry_after_s=retry_s, limit=self._max_num_queued)
+        return Overloaded(message, retry_after_s=retry_s, **metadata)
 
     def _refuse(self, ticket: Ticket, error: BatonError) -> None:
         self._remove(ticket)
