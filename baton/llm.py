@@ -55,6 +55,9 @@ class LLM:
         if unknown:
             raise ConfigError(f"{unknown[0]}: no such option; there are: {', '.join(sorted(known))}")
         base = config or Config(model=model, port=0)
+        if base.max_queue_wait_s is None:
+            # A call sends many prompts and waits for all: none should be refused for the time that the others take.
+            base = dataclasses.replace(base, max_queue_wait_s=0.0)
         self._config = dataclasses.replace(base, **{"model": model, "port": 0, **options})
         self._progress = Progress(sys.stderr) if verbose else None
         self._loop = asyncio.new_event_loop()

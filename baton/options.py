@@ -49,8 +49,10 @@ class ServeConfig:
     drain_timeout_s: float = field(default=30.0, metadata=_in("Processes", min=0))
     """How long running requests may take to finish after SIGTERM or Ctrl-C."""
 
-    max_num_requests: int | None = field(default=None, metadata=_in("Routers", min=1))
-    """Most requests in flight, a router; what comes beyond is refused."""
+    max_num_queued: int | None = field(default=None, metadata=_in("Routers", min=0))
+    """Most requests that wait in a router while every seat is taken; what comes beyond is refused."""
+    max_queue_wait_s: float | None = field(default=None, metadata=_in("Routers", min=0))
+    """A request whose wait would be longer is refused at once; 0: never."""
 
     max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that hold KV blocks at once, a worker."""

@@ -36,7 +36,7 @@ WORKER_OPTIONS = (
     "num_kv_blocks",
     "kv_transports",
 )
-ROUTER_OPTIONS = ("served_model_name", "max_num_requests")
+ROUTER_OPTIONS = ("served_model_name", "max_num_queued", "max_queue_wait_s", "priority_ageing_s")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
 

@@ -274,7 +274,7 @@ class Worker:
         hasher = PrefixHasher(model.fingerprint, layout.fingerprint, layout.block_size)
         return WorkerParts(
             config=config,
-            identity=Identity(self._worker_id, epoch, ROLE_NAMES[self._role_name], facts, layout),
+            identity=Identity(self._worker_id, epoch, ROLE_NAMES[self._role_name], facts, layout, config.max_num_seqs),
             holdings=Holdings(pool, hasher, layout.block_size),
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),

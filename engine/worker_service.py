@@ -48,6 +48,8 @@ class Identity:
     """What it serves."""
     layout: KVLayout
     """How its KV is laid out."""
+    num_seats: int
+    """Sequences that may hold KV at once."""
 
 
 class Role(Protocol):
@@ -106,6 +108,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
             block_size=identity.layout.block_size,
             block_bytes=identity.layout.block_bytes,
             transports=[worker_pb2.TransportOffer(name=name, parameters=p) for name, p in offers],
+            num_seats=identity.num_seats,
         )
 
     async def Watch(

@@ -242,7 +242,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, nonce: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "layout", "block_size", "block_bytes", "transports")
+    __slots__ = ("worker_id", "epoch", "role", "model", "layout", "block_size", "block_bytes", "transports", "num_seats")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class DescribeResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEATS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: _inference_pb2.WorkerRole
@@ -259,7 +260,8 @@ class DescribeResponse(_message.Message):
     block_size: int
     block_bytes: int
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., model: _Optional[_Union[_inference_pb2.GetModelResponse, _Mapping]] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
+    num_seats: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., model: _Optional[_Union[_inference_pb2.GetModelResponse, _Mapping]] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., num_seats: _Optional[int] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "parameters")

@@ -7,6 +7,7 @@ string is found: `add` takes what is next and drops the rest. Reading and writin
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from protos import inference_pb2, worker_pb2
@@ -17,6 +18,32 @@ from router.validation import PreparedRequest
 
 class TokensMissing(Exception):
     """A token came before its predecessor: messages were lost on the way, and the attempt must end."""
+
+
+class Signal:
+    """Wakes its one waiter; set while nobody waits, it ends the next wait at once. Each wait uses it up."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Something has changed."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns when something has changed since the last wait returned."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False
 
 
 class Answer:
@@ -43,12 +70,10 @@ class Answer:
         """When the first token came."""
         self.last_token_s: float | None = None
         """When the last one came."""
-        self.changed = asyncio.Event()
+        self.changed = Signal()
         """Something can be taken; for the side that writes to the client."""
-        self.progressed = asyncio.Event()
-        """A token came; for the attempt that waits for the last ones."""
-        self.stopped = asyncio.Event()
-        """A stop string was found."""
+        self.complete = asyncio.Event()
+        """All that `expect` named is here; for the attempt that waits for the last tokens."""
         self._text = TextStream(
             tokenizer,
             request.prompt_token_ids,
@@ -59,6 +84,7 @@ class Answer:
         self._pending_text = ""
         self._pending_tokens: list[inference_pb2.GeneratedToken] = []
         self._num_taken = 0
+        self._num_expected = math.inf
 
     @property
     def next_position(self) -> int:
@@ -68,19 +94,31 @@ class Answer:
     def add(self, token: worker_pb2.DecodedToken) -> None:
         """Takes a token if it is the next one; drops one that is here already or comes after a stop string.
         Raises TokensMissing for a gap."""
-        if self.matched_stop is not None or token.position < self.next_position:
+        position, next_position = token.position, self.next_position
+        if self.matched_stop is not None or position < next_position:
             return
-        if token.position > self.next_position:
-            raise TokensMissing(f"token {token.position} came where {self.next_position} was expected")
-        generated = inference_pb2.GeneratedToken(token_id=token.token_id, index=len(self.token_ids))
+        if position > next_position:
+            raise TokensMissing(f"token {position} came where {next_position} was expected")
+        token_id, token_ids = token.token_id, self.token_ids
+        generated = inference_pb2.GeneratedToken(token_id=token_id, index=len(token_ids))
         if token.HasField("logprob"):
             generated.logprob = token.logprob
             generated.top_logprobs.extend(token.top_logprobs)
-        self.token_ids.append(token.token_id)
+        token_ids.append(token_id)
         self._pending_tokens.append(generated)
         self.last_token_s = time.monotonic()
         self.first_token_s = self.first_token_s or self.last_token_s
-        self._take_text(self._text.push(token.token_id))
+        self._take_text(self._text.push(token_id))
+        if next_position + 1 >= self._num_expected:
+            self.complete.set()
+
+    def expect(self, num_tokens: int) -> None:
+        """So many tokens, prompt and output, are all there will be; sets `complete` when they are here."""
+        self._num_expected = num_tokens
+        if self.next_position >= num_tokens or self.matched_stop is not None:
+            self.complete.set()
+        else:
+            self.complete.clear()
 
     def finish(self) -> None:
         """No more tokens: what was held back is text now."""
@@ -95,9 +133,8 @@ class Answer:
             del self.token_ids[delta.num_output_tokens :]
             # None of those cut off was taken: they were not certain.
             del self._pending_tokens[max(0, len(self.token_ids) - self._num_taken) :]
-            self.stopped.set()
+            self.complete.set()
         self.changed.set()
-        self.progressed.set()
 
     @property
     def can_take(self) -> bool:
@@ -113,8 +150,11 @@ class Answer:
 
     def take(self) -> inference_pb2.GenerateResponse:
         """What is certain and the client has not taken yet, in one message."""
-        num_tokens = self._num_takeable
-        tokens, self._pending_tokens = self._pending_tokens[:num_tokens], self._pending_tokens[num_tokens:]
+        num_tokens, tokens = self._num_takeable, self._pending_tokens
+        if num_tokens == len(tokens):
+            self._pending_tokens = []
+        else:
+            tokens, self._pending_tokens = tokens[:num_tokens], tokens[num_tokens:]
         response = inference_pb2.GenerateResponse(
             request_id=self.request.request_id, text=self._pending_text, tokens=tokens
         )

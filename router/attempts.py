@@ -42,6 +42,10 @@ _FINAL = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_E
 _REFUSALS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION})
 
 
+def _new_future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
 class AttemptFailed(BatonError):
     """The attempt is over, the request is not."""
 
@@ -93,40 +97,65 @@ class Attempt:
     """Never reused."""
     _first_token: worker_pb2.PrefillFirstToken | None = None
     _num_assigned_tokens: int = 0
-    _handed_off: asyncio.Event = field(default_factory=asyncio.Event)
-    _gap: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_handed_off: bool = False
+    _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    _prefilling: asyncio.Task[None] | None = None
+    _deciding: asyncio.Task[worker_pb2.DecodeRunResponse] | None = None
+    _finishing: asyncio.Task[None] | None = None
+    _giving_up: asyncio.TimerHandle | None = None
+    _accepted: asyncio.Future[worker_pb2.PrefillAccepted] = field(default_factory=_new_future)
+    _verdict: asyncio.Future[worker_pb2.DecodeRunResponse] = field(default_factory=_new_future)
+    """Decode's final record, or the first reason why there will be none."""
 
     async def run(self) -> Served:
         """Serves the request. Raises AttemptFailed, or what would fail any attempt."""
-        tasks: list[asyncio.Task[Any]] = []
         # Made once: the answer grows while the workers are told, and both must be told the same.
         message = self._message()
         self._assign()
         try:
-            with self.decode.tokens_to(self.attempt_id, self._on_token):
-                watched, source, prefilling = [], None, None
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.decode.tokens_to(self.attempt_id, self._on_token))
+                source = None
                 if self.prefill is not None:
-                    accepted: asyncio.Future[worker_pb2.PrefillAccepted] = asyncio.Future()
-                    prefilling = _start(tasks, self._prefill(self.prefill, message, accepted))
-                    source = await self._accepted(self.prefill, accepted, prefilling)
-                    watched.append(_start(tasks, self._watch_source(self.prefill, prefilling)))
-                deciding = _start(tasks, self._decode(message, source))
-                watched += [_start(tasks, self._finish_when_stopped()), _start(tasks, self._watch_decode())]
-                record = await _first_verdict(deciding, watched)
+                    stack.enter_context(self.prefill.loss_to(self._on_prefill_lost))
+                    source = await self._begin_prefill(self.prefill, message)
+                stack.enter_context(self.decode.loss_to(self._on_decode_lost))
+                self._deciding = self._start(self._decode(message, source))
+                self._deciding.add_done_callback(self._on_decided)
+                if self.answer.matched_stop is not None:
+                    self._finish_once()
+                record = await self._verdict
                 if record.outcome != worker_pb2.OUTCOME_FINISHED:
-                    raise await self._failed(record, prefilling)
+                    raise await self._failed(record)
                 return Served(record, self._first_token)
         finally:
             self.decode.num_assigned -= 1
             self._prompt_is_computed()
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled():
-                    # Looked at, or the loop reports it: the first failure was raised, the others follow from it.
-                    task.exception()
+            await self._end()
+
+    async def _end(self) -> None:
+        running = [task for task in self._tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        self._verdict.cancel()
+        for future in (*self._tasks, self._accepted, self._verdict):
+            if future.done() and not future.cancelled():
+                # Looked at, or the loop reports it: the first failure was raised, the others follow from it.
+                future.exception()
+
+    def _fail(self, error: BaseException) -> None:
+        """There will be no record: the first who says so is heard."""
+        if not self._verdict.done():
+            self._verdict.set_exception(error)
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        return task
 
     def _assign(self) -> None:
         self.decode.num_assigned += 1
@@ -140,31 +169,32 @@ class Attempt:
             self.prefill.num_assigned_tokens -= self._num_assigned_tokens
             self._num_assigned_tokens = 0
 
-    async def _failed(
-        self, record: worker_pb2.DecodeRunResponse, prefilling: asyncio.Task[None] | None
-    ) -> AttemptFailed:
+    async def _failed(self, record: worker_pb2.DecodeRunResponse) -> AttemptFailed:
         """What a record of anything but success means. KV that was lost is prefill's failure."""
         culprit, died = self.decode, self.decode.lost.is_set()
-        if record.outcome == worker_pb2.OUTCOME_KV_LOST and self.prefill is not None and prefilling is not None:
+        if record.outcome == worker_pb2.OUTCOME_KV_LOST and self.prefill is not None and self._prefilling is not None:
             culprit, died = self.prefill, self.prefill.lost.is_set()
             if not died:
                 # Decode may hear of a death before this router does.
-                await asyncio.wait([prefilling], timeout=VERDICT_S)
-                error = prefilling.exception() if prefilling.done() else None
+                await asyncio.wait([self._prefilling], timeout=VERDICT_S)
+                error = self._prefilling.exception() if self._prefilling.done() else None
                 died = isinstance(error, AttemptFailed) and error.worker_died
         text = f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}"
         return AttemptFailed(text, culprit, died, evicted=record.outcome == worker_pb2.OUTCOME_EVICTED)
 
     def _on_token(self, token: worker_pb2.DecodedToken) -> None:
         """A token from decode: its copy of the KV is good."""
-        self._handed_off.set()
+        self._is_handed_off = True
         self._add(token)
 
     def _add(self, token: worker_pb2.DecodedToken) -> None:
         try:
             self.answer.add(token)
         except TokensMissing:
-            self._gap.set()
+            text = f"worker {self.decode.worker_id} left out a token"
+            self._fail(AttemptFailed(text, self.decode, worker_died=True))
+        if self.answer.matched_stop is not None:
+            self._finish_once()
 
     def _timeout_s(self) -> float | None:
         """The client's deadline as the workers are told it, so that they stop even if this router cannot say so. A bit
@@ -187,9 +217,19 @@ class Attempt:
             num_evictions=self.num_evictions,
         )
 
-    async def _prefill(
-        self, prefill: Incarnation, message: worker_pb2.Attempt, accepted: asyncio.Future[worker_pb2.PrefillAccepted]
-    ) -> None:
+    async def _begin_prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> worker_pb2.KVSource:
+        """Returns once prefill has accepted the attempt."""
+        self._prefilling = self._start(self._prefill(prefill, message))
+        self._prefilling.add_done_callback(self._on_prefill_ended)
+        try:
+            async with asyncio.timeout(ACCEPT_S):
+                accepted = await self._accepted
+        except TimeoutError:
+            text = f"worker {prefill.worker_id} has not answered within {ACCEPT_S:g} s"
+            raise AttemptFailed(text, prefill) from None
+        return worker_pb2.KVSource(worker_id=prefill.worker_id, address=prefill.address, epoch=accepted.epoch)
+
+    async def _prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> None:
         with _calling(prefill):
             call = prefill.prefill.Run(
                 worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span), timeout=self._timeout_s()
@@ -197,7 +237,8 @@ class Attempt:
             try:
                 async for event in call:
                     if event.HasField("accepted"):
-                        accepted.set_result(event.accepted)
+                        if not self._accepted.done():
+                            self._accepted.set_result(event.accepted)
                     elif event.HasField("first_token"):
                         self._first_token = event.first_token
                         self._prompt_is_computed()
@@ -205,57 +246,47 @@ class Attempt:
             finally:
                 call.cancel()
 
-    async def _accepted(
-        self,
-        prefill: Incarnation,
-        accepted: asyncio.Future[worker_pb2.PrefillAccepted],
-        prefilling: asyncio.Task[None],
-    ) -> worker_pb2.KVSource:
-        lost = asyncio.ensure_future(prefill.lost.wait())
-        try:
-            events: list[asyncio.Future[Any]] = [accepted, prefilling, lost]
-            done, _ = await asyncio.wait(events, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-        if accepted.done():
-            return worker_pb2.KVSource(
-                worker_id=prefill.worker_id, address=prefill.address, epoch=accepted.result().epoch
-            )
-        if prefilling.done():
-            prefilling.result()
-        if not done:
-            raise AttemptFailed(f"worker {prefill.worker_id} has not answered within {ACCEPT_S:g} s", prefill)
-        raise _lost(prefill)
-
-    async def _watch_source(self, prefill: Incarnation, prefilling: asyncio.Task[None]) -> None:
-        """Fails if the prefill worker goes before the handoff and decode does not notice by itself."""
-        lost = asyncio.ensure_future(prefill.lost.wait())
-        try:
-            await asyncio.wait([prefilling, lost], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-        if prefilling.done() and prefilling.exception() is None:
+    def _on_prefill_ended(self, prefilling: asyncio.Task[None]) -> None:
+        if prefilling.cancelled():
             return
-        try:
-            async with asyncio.timeout(VERDICT_S):
-                await self._handed_off.wait()
-        except TimeoutError:
-            if prefilling.done():
-                prefilling.result()
-            raise _lost(prefill) from None
+        error = prefilling.exception()
+        if error is not None:
+            self._source_is_gone(error)
+        elif not self._accepted.done():
+            self._on_prefill_lost()
 
-    async def _watch_decode(self) -> None:
-        """Fails if the decode worker goes, or if its tokens have a gap."""
-        lost = asyncio.ensure_future(self.decode.lost.wait())
-        gap = asyncio.ensure_future(self._gap.wait())
-        try:
-            await asyncio.wait([lost, gap], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-            gap.cancel()
-        if self.decode.lost.is_set():
-            raise _lost(self.decode)
-        raise AttemptFailed(f"worker {self.decode.worker_id} left out a token", self.decode, worker_died=True)
+    def _on_prefill_lost(self) -> None:
+        assert self.prefill is not None
+        self._source_is_gone(_lost(self.prefill))
+
+    def _source_is_gone(self, error: BaseException) -> None:
+        """Before the handoff decode notices by itself, and says which tokens it has; if not, the attempt is over."""
+        if not self._accepted.done():
+            self._accepted.set_exception(error)
+        elif self._giving_up is None:
+
+            def give_up() -> None:
+                if not self._is_handed_off:
+                    self._fail(error)
+
+            self._giving_up = asyncio.get_running_loop().call_later(VERDICT_S, give_up)
+
+    def _on_decode_lost(self) -> None:
+        self._fail(_lost(self.decode))
+
+    def _on_decided(self, deciding: asyncio.Task[worker_pb2.DecodeRunResponse]) -> None:
+        if deciding.cancelled():
+            return
+        error = deciding.exception()
+        if error is not None:
+            self._fail(error)
+        elif not self._verdict.done():
+            self._verdict.set_result(deciding.result())
+
+    def _on_finished(self, finishing: asyncio.Task[None]) -> None:
+        error = None if finishing.cancelled() else finishing.exception()
+        if error is not None:
+            self._fail(error)
 
     async def _decode(
         self, message: worker_pb2.Attempt, source: worker_pb2.KVSource | None
@@ -272,18 +303,23 @@ class Attempt:
         """The record may overtake the last tokens, which come on another stream; under load by as long as that stream
         has other tokens to bring. Only when it brings nothing at all are they taken for lost."""
         arrived_s = time.monotonic()
-        while self.answer.next_position < num_tokens and self.answer.matched_stop is None:
-            self.answer.progressed.clear()
+        self.answer.expect(num_tokens)
+        while not self.answer.complete.is_set():
             try:
                 async with asyncio.timeout(LAST_TOKENS_S):
-                    await self.answer.progressed.wait()
+                    await self.answer.complete.wait()
             except TimeoutError:
                 if time.monotonic() - max(arrived_s, self.decode.delivered_s) >= LAST_TOKENS_S:
                     text = f"worker {self.decode.worker_id} left out its last tokens"
                     raise AttemptFailed(text, self.decode, worker_died=True) from None
 
-    async def _finish_when_stopped(self) -> None:
-        await self.answer.stopped.wait()
+    def _finish_once(self) -> None:
+        """A stop string was found: asks for the record, if decode has been asked for it."""
+        if self._deciding is not None and self._finishing is None:
+            self._finishing = self._start(self._finish())
+            self._finishing.add_done_callback(self._on_finished)
+
+    async def _finish(self) -> None:
         request = worker_pb2.FinishRequest(attempt_id=self.attempt_id, num_output_tokens=len(self.answer.token_ids))
         with _calling(self.decode):
             try:
@@ -292,25 +328,6 @@ class Attempt:
                 # It had ended by itself; the answer is complete either way.
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
-
-
-async def _first_verdict(
-    deciding: asyncio.Task[worker_pb2.DecodeRunResponse], watched: list[asyncio.Task[None]]
-) -> worker_pb2.DecodeRunResponse:
-    """Decode's final record, or the first reason why there will be none."""
-    pending: set[asyncio.Task[Any]] = {deciding, *watched}
-    while not deciding.done():
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if not deciding.done():
-            for task in done:
-                task.result()
-    return deciding.result()
-
-
-def _start(tasks: list[asyncio.Task[Any]], work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    task = asyncio.ensure_future(work)
-    tasks.append(task)
-    return task
 
 
 @contextlib.contextmanager

@@ -43,8 +43,12 @@ class RouterConfig:
     worker_wait_s: float = field(default=60.0, metadata=_in("Workers", min=0))
     """How long a request that lost its worker waits for another."""
 
-    max_num_requests: int = field(default=1024, metadata=_in("Requests", min=1))
-    """Most requests in flight; beyond it RESOURCE_EXHAUSTED."""
+    max_num_queued: int = field(default=1024, metadata=_in("Requests", min=0))
+    """Most requests that wait while every seat is taken; beyond it RESOURCE_EXHAUSTED, for the lowest class first."""
+    max_queue_wait_s: float = field(default=10.0, metadata=_in("Requests", min=0))
+    """A request whose wait would be longer, at the rate at which others end now, is refused at once; 0: never."""
+    priority_ageing_s: float = field(default=5.0, metadata=_in("Requests", min=0.001))
+    """Seconds of waiting that weigh as much as one class of priority, as at the workers."""
     client_stall_s: float = field(default=60.0, metadata=_in("Requests", min=0.1))
     """A client that has taken nothing for so long, with its window full, is cut off."""
     session_ttl_s: float = field(default=3600.0, metadata=_in("Requests", min=1))

@@ -146,7 +146,8 @@ class Dispatcher:
             for worker in candidates:
                 if (worker.worker_id, worker.description.epoch) == (session.holder, session.epoch):
                     return worker
-        return self._policy.pick_decode(candidates)
+        # Seats are not equally many everywhere, so the least loaded worker may have none free.
+        return self._policy.pick_decode([worker for worker in candidates if worker.num_free] or candidates)
 
     def _pick_prefill(self, decode: Incarnation, num_tokens: int, avoided: set[Incarnation]) -> Incarnation | None:
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or num_tokens <= self._local_prefill_max_tokens:

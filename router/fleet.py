@@ -15,12 +15,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.metadata.base import MetadataStore, StoreUnavailable
 from protos import inference_pb2, worker_pb2
+from router.admission import Capacity
 from router.links import Incarnation, WorkerLink
 from runtime.errors import BatonError
 
 LOG = logging.getLogger(__name__)
 DISCOVERY_INTERVAL_S = 1.0
 FORGET_S = 30.0
+SEATS_PER_AHEAD = 8
+"""For so many seats of a worker one request waits there already, so that a seat is never empty for a round trip."""
 PREFILL_GRACE_S = 10.0
 PROBE_TIMEOUT_S = 30.0
 _Pair = tuple[Incarnation, Incarnation | None]
@@ -71,17 +74,28 @@ class Fleet:
 
     def incarnations(self) -> list[Incarnation]:
         """Every worker that was heard and is not forgotten, by role and id."""
-        known = [link.current for link, _ in self._links.values() if link.current is not None]
-        return sorted(known, key=lambda worker: (worker.role, worker.worker_id))
+        return sorted(self._known(), key=lambda worker: (worker.role, worker.worker_id))
+
+    def _known(self) -> list[Incarnation]:
+        return [link.current for link, _ in self._links.values() if link.current is not None]
 
     def usable(self, decodes: bool) -> list[Incarnation]:
-        """Proved, serving workers that decode, or that prefill."""
-        return [w for w in self.incarnations() if w.is_proved and w.is_serving and w.decodes == decodes]
+        """Proved, serving workers that decode, or that prefill, in no order."""
+        return [w for w in self._known() if w.is_proved and w.is_serving and w.decodes == decodes]
 
     @property
     def is_ready(self) -> bool:
         """Whether requests can be served."""
         return bool(self.usable(decodes=True))
+
+    def capacity(self) -> Capacity:
+        """Places for requests, over all decode workers."""
+        decodes = self.usable(decodes=True)
+        return Capacity(
+            num_free=sum(worker.num_free for worker in decodes),
+            num_assigned=sum(worker.num_assigned for worker in self._known()),
+            num_ahead=sum(max(1, worker.description.num_seats // SEATS_PER_AHEAD) for worker in decodes),
+        )
 
     @property
     def change(self) -> asyncio.Event:

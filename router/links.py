@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -58,7 +58,9 @@ class Incarnation:
         """Attempts of this router that run here."""
         self.num_assigned_tokens = 0
         """Prompt tokens of those that have not been computed yet."""
+        self._num_assigned_at_report = 0
         self._sinks: dict[bytes, TokenSink] = {}
+        self._on_loss: set[Callable[[], None]] = set()
 
     @property
     def worker_id(self) -> str:
@@ -76,6 +78,13 @@ class Incarnation:
         return self.role != inference_pb2.WORKER_ROLE_PREFILL
 
     @property
+    def num_free(self) -> int:
+        """Seats that nobody holds: by its last report, which counts other routers' requests too, and what this router
+        has begun and ended here since."""
+        reported = self.load.num_queued + self.load.num_running - self._num_assigned_at_report
+        return max(0, self.description.num_seats - self.num_assigned - max(0, reported))
+
+    @property
     def is_serving(self) -> bool:
         """Whether it takes attempts."""
         return self.state == inference_pb2.WORKER_STATE_SERVING and not self.lost.is_set()
@@ -85,8 +94,24 @@ class Incarnation:
         mine, theirs = self.description, other.description
         return mine.layout == theirs.layout and mine.model.fingerprint == theirs.model.fingerprint
 
+    def lose(self) -> None:
+        """Nothing more comes from this life; everyone who waits on it is told."""
+        self.state = inference_pb2.WORKER_STATE_LOST
+        self.lost.set()
+        for callback in list(self._on_loss):
+            callback()
+
     @contextlib.contextmanager
-    def tokens_to(self, attempt_id: bytes, sink: TokenSink):  # type: ignore[no-untyped-def]
+    def loss_to(self, callback: Callable[[], None]) -> Iterator[None]:
+        """While open, `callback` is called when the worker is lost."""
+        self._on_loss.add(callback)
+        try:
+            yield
+        finally:
+            self._on_loss.discard(callback)
+
+    @contextlib.contextmanager
+    def tokens_to(self, attempt_id: bytes, sink: TokenSink) -> Iterator[None]:
         """While open, the attempt's tokens go to `sink`."""
         self._sinks[attempt_id] = sink
         try:
@@ -106,6 +131,7 @@ class Incarnation:
     def note_report(self, report: worker_pb2.WatchResponse) -> None:
         """Takes over a load report."""
         self.state, self.load, self.reported_s = report.state, report.load, time.monotonic()
+        self._num_assigned_at_report = self.num_assigned
 
 
 class WorkerLink:
@@ -139,8 +165,7 @@ class WorkerLink:
                 text = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
             finally:
                 if self.current is not None:
-                    self.current.state = inference_pb2.WORKER_STATE_LOST
-                    self.current.lost.set()
+                    self.current.lose()
                     self._on_change()
                 await channel.close()
             if self.current is not None and self.current is not previous:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvstore.metadata import open_store
 from protos import inference_pb2_grpc
+from router.admission import Admission
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -85,6 +86,7 @@ async def _run(config: RouterConfig, router_id: str, model: TextModel, status: S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(config.drain_timeout_s):
                 await service.idle.wait()
+        service.refuse_waiting()
 
 
 @contextlib.asynccontextmanager
@@ -109,6 +111,7 @@ async def serving(
 
         def note_change() -> None:
             nonlocal was_ready
+            service.note_change()
             server.set_serving(SERVICE, fleet.is_ready and not service.is_draining)
             if fleet.is_ready and not was_ready:
                 was_ready = True
@@ -122,8 +125,9 @@ async def serving(
         policy = plugins.load("router.policies", config.policy, "Policy")()
         dispatcher = Dispatcher(fleet, policy, traces, stream_id, config.local_prefill_max_tokens, config.worker_wait_s)
         sessions = Sessions(store, config.session_ttl_s)
+        admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
         service = InferenceService(
-            model, fleet, dispatcher, sessions, traces, config.max_num_requests, config.client_stall_s
+            model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
         port = await server.start(config.host, config.port)

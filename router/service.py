@@ -1,6 +1,7 @@
 """The public service: `baton.v1.Inference`.
 
-1. Generate validates, admits, and starts the dispatcher beside the stream that goes to the client.
+1. Generate takes a ticket or refuses, validates, and starts the dispatcher, which begins when the ticket has its place,
+   beside the stream that goes to the client.
 2. What has come since the last message goes out in the next one; a slow client gets fewer, larger messages.
 3. The last message carries `finish`. If the client goes, the dispatcher is cancelled and everything is freed.
 """
@@ -16,20 +17,25 @@ import grpc.aio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from protos import inference_pb2, inference_pb2_grpc
+from router.admission import Admission, Ticket
 from router.answer import Answer
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.links import Incarnation
 from router.model import TextModel
 from router.sessions import Sessions
+from router.stalls import stall_limit
 from router.validation import ModelFacts, PreparedRequest, validate
-from runtime.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Overloaded, Unavailable
+from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
 from runtime.telemetry import Telemetry, extract
 
 Context = grpc.aio.ServicerContext
 TENANT = ""
-OVERLOAD_RETRY_S = 1.0
+SHORT_BYTES = 1024
+"""Requests of this size are validated in less time than the way to a thread and back takes."""
+RETRY_S = 1.0
+"""When to come again where nothing is known of when it will be better."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -42,18 +48,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         dispatcher: Dispatcher,
         sessions: Sessions,
         telemetry: Telemetry,
-        max_num_requests: int,
+        admission: Admission,
         client_stall_s: float,
+        worker_wait_s: float,
     ) -> None:
+        """Requests that wait are refused once no worker was there for `worker_wait_s`."""
         self._model = model
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._telemetry = telemetry
-        self._max_num_requests = max_num_requests
+        self._admission = admission
         self._client_stall_s = client_stall_s
-        self.num_requests = 0
-        """Requests in flight, those being validated included."""
+        self._worker_wait_s = worker_wait_s
+        self._giving_up: asyncio.TimerHandle | None = None
         self._request_ids: set[str] = set()
         self.is_draining = False
         """Whether new requests are refused."""
@@ -61,79 +69,97 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Set while no request is in flight."""
         self.idle.set()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight, waiting ones included."""
+        return self._admission.num_present
+
+    def note_change(self) -> None:
+        """Workers came, went or reported: there may be places, or none for too long."""
+        self._admission.place_first()
+        if self._fleet.is_ready and self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        elif not self._fleet.is_ready and self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(self._worker_wait_s, self.refuse_waiting)
+
+    def refuse_waiting(self) -> None:
+        """Tells those that wait that they will not be served."""
+        self._admission.refuse_waiting(self._unavailable())
+
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> None:
         """One request."""
         arrived_s = time.monotonic()
-        with self._admitted():
-            # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
-            prepared = await asyncio.to_thread(
-                validate, request, self._facts(), self._model.tokenizer, self._model.chat_template
-            )
+        with self._admitted(request, context) as ticket:
+            prepared = await self._validated(request)
             with self._named(prepared.request_id):
                 answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
                 operation = "chat" if request.messages else "text_completion"
                 span = self._start_span(prepared, operation, context)
-                serving = asyncio.create_task(self._serve(answer, prepared, span))
+                serving = asyncio.create_task(self._serve(answer, prepared, ticket, span))
                 try:
-                    await self._stream(answer, serving, context)
+                    await self._stream(answer, serving, ticket, context)
                 finally:
                     if not serving.done():
                         serving.cancel()
-                    await asyncio.wait([serving])
+                        await asyncio.wait([serving])
                     _close_span(span, serving)
 
     async def _stream(
-        self, answer: Answer, serving: asyncio.Task[inference_pb2.Finish], context: Context[object, object]
+        self,
+        answer: Answer,
+        serving: asyncio.Task[inference_pb2.Finish],
+        ticket: Ticket,
+        context: Context[object, object],
     ) -> None:
-        """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised."""
+        """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised.
+
+        A write returns when the connection has room for more: what a slow client has not read is bounded by its window.
+        """
         serving.add_done_callback(lambda _: answer.changed.set())
-        while not serving.done():
-            await answer.changed.wait()
-            answer.changed.clear()
-            if answer.can_take and not serving.done():
-                await self._write(answer.take(), context)
-        finish = serving.result()
-        last = answer.take()
-        last.finish.CopyFrom(finish)
-        await self._write(last, context)
+        async with stall_limit(self._client_stall_s) as clock:
+            while not serving.done():
+                await answer.changed.wait()
+                if not ticket.is_started and answer.token_ids:
+                    self._admission.note_started(ticket)
+                if answer.can_take and not serving.done():
+                    clock.start()
+                    await context.write(answer.take())
+                    clock.stop()
+            finish = serving.result()
+            last = answer.take()
+            last.finish.CopyFrom(finish)
+            clock.start()
+            await context.write(last)
 
-    async def _write(self, response: inference_pb2.GenerateResponse, context: Context[object, object]) -> None:
-        """Returns when the connection has room for more: what a slow client has not read is bounded by its window."""
-        try:
-            async with asyncio.timeout(self._client_stall_s):
-                await context.write(response)
-        except TimeoutError:
-            raise Aborted(f"the client has taken nothing for {self._client_stall_s:g} s") from None
-
-    async def _serve(self, answer: Answer, prepared: PreparedRequest, span: Span) -> inference_pb2.Finish:
+    async def _serve(
+        self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, span: Span
+    ) -> inference_pb2.Finish:
+        await ticket.placed
         session = await self._sessions.read(TENANT, prepared.session_id)
         finish, holder = await self._dispatcher.serve(answer, session, span)
+        # However long the client takes to read the end.
+        self._admission.give_back(ticket)
         token_ids = [*prepared.prompt_token_ids, *answer.token_ids]
         await self._sessions.write(TENANT, prepared.session_id, session, token_ids, holder)
         return finish
 
-    def _check_admission(self) -> None:
-        if self.is_draining:
-            raise Unavailable("this router is draining", retry_after_s=OVERLOAD_RETRY_S)
-        if not self._fleet.is_ready:
-            raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
-        if self.num_requests >= self._max_num_requests:
-            raise Overloaded(
-                f"{self.num_requests} requests are in flight, the limit is {self._max_num_requests}",
-                retry_after_s=OVERLOAD_RETRY_S,
-                limit=self._max_num_requests,
-            )
+    def _unavailable(self) -> Unavailable:
+        text = "this router is draining" if self.is_draining else "no decode worker is ready"
+        return Unavailable(text, retry_after_s=RETRY_S)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts a request from its arrival: its validation takes time and memory too."""
-        self._check_admission()
-        self.num_requests += 1
+    def _admitted(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> Iterator[Ticket]:
+        """Counts and ranks a request from its arrival: its validation takes time and memory too, and who is refused
+        should not wait for it."""
+        if self.is_draining or not self._fleet.is_ready:
+            raise self._unavailable()
+        ticket = self._admission.enter(request.priority, time_remaining_s(context))
         self.idle.clear()
         try:
-            yield
+            yield ticket
         finally:
-            self.num_requests -= 1
+            self._admission.leave(ticket)
             if not self.num_requests:
                 self.idle.set()
 
@@ -147,10 +173,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             self._request_ids.discard(request_id)
 
+    async def _validated(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
+        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template
+        if request.ByteSize() <= SHORT_BYTES:
+            return validate(*arguments)
+        # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
+        return await asyncio.to_thread(validate, *arguments)
+
     def _facts(self) -> ModelFacts:
         decodes = self._fleet.usable(decodes=True)
         if not decodes:
-            raise Unavailable("no decode worker is ready", retry_after_s=OVERLOAD_RETRY_S)
+            raise self._unavailable()
         described = [worker.description.model for worker in decodes + self._fleet.usable(decodes=False)]
         return ModelFacts(
             name=self._model.name,

@@ -44,6 +44,8 @@ class TextStream:
         first `min_tokens` output tokens is not searched for stop strings."""
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt_token_ids)
         self._matcher = StopMatcher(stops, include_stop)
+        self._has_stops = bool(stops)
+        self._num_tokens = 0
         self._min_tokens = min_tokens
         self._num_unsearched_chars = 0
         self._num_chars_after: list[int] = []  # for each token: characters that are whole after it
@@ -51,9 +53,12 @@ class TextStream:
     def push(self, token_id: int) -> TextDelta:
         """Takes the next output token. After a match tokens lead to nothing."""
         text = self._detokenizer.push((token_id,))
+        self._num_tokens += 1
+        if not self._has_stops:
+            return TextDelta(text)
         num_chars_before = self._num_chars_after[-1] if self._num_chars_after else 0
         self._num_chars_after.append(num_chars_before + len(text))
-        if len(self._num_chars_after) <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens:
             self._num_unsearched_chars += len(text)
             return TextDelta(text)
         return self._delta(self._matcher.push(text))
@@ -63,7 +68,7 @@ class TextStream:
         """Leading tokens that no match can cut off any more; all that were pushed, unless a match waits for a longer
         one to be ruled out."""
         end = self._matcher.waiting_end
-        return len(self._num_chars_after) if end is None else self._num_tokens_to(end)
+        return self._num_tokens if end is None else self._num_tokens_to(end)
 
     def finish(self) -> TextDelta:
         """Ends the output: gives what was held back. Even now a stop string may turn out to have matched."""

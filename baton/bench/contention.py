@@ -11,14 +11,14 @@ import time
 from functools import partial
 
 from baton.bench.load import arrival_times
-from baton.bench.options import Sizes, known
+from baton.bench.options import Sizes, known, read_slo
 from baton.bench.rows import Row, Window
 from baton.bench.scenario import Phase, Run, Scenario, Service
 
 OVERLOAD_FACTOR = 3.0
 """Load of the open loop, in capacities."""
-ADMITTED_PER_CLIENT = 2
-"""Requests that the router admits for each client of the closed loop; what comes beyond is refused."""
+MAX_QUEUE_WAIT_S = 1.0
+"""Who would wait longer for a seat is refused; with a limit on the time to first token, half of that."""
 STREAMS_PER_SEAT = 1.25
 """Low-priority streams for each seat: some of them always wait, though not for as long as classes are apart, when they
 would rank with the highest."""
@@ -89,7 +89,8 @@ async def _priority(run: Run) -> list[Row]:
     num_low, lengths = known(sizes.max_concurrency), (known(sizes.prompt_tokens), known(sizes.output_tokens))
     long_lengths = known(sizes.long_prompt_tokens), known(sizes.long_output_tokens)
     num_seats = max(1, int(num_low / STREAMS_PER_SEAT))
-    async with run.service(max_num_seqs=num_seats) as service:
+    # However long an answer takes: some of the low ones always wait for one.
+    async with run.service(max_num_seqs=num_seats, max_queue_wait_s=0) as service:
         chunk_ms = await _chunk_ms(run, service)
         draw_high = partial(service.asks.many, known(sizes.num_requests), *lengths, "high")
         async with service.phase("idle") as idle:
@@ -135,7 +136,9 @@ async def _overload(run: Run) -> list[Row]:
     """Capacity, three times as much for a while, and capacity again."""
     sizes = run.sizes
     concurrency, duration_s = known(sizes.max_concurrency), known(sizes.duration_s)
-    async with run.service(max_num_requests=ADMITTED_PER_CLIENT * concurrency) as service:
+    ttft_ms = read_slo(run.config.slo).ttft
+    max_wait_s = MAX_QUEUE_WAIT_S if ttft_ms is None else ttft_ms / 2000
+    async with run.service(max_num_seqs=concurrency, max_queue_wait_s=max_wait_s) as service:
         async with service.phase("at 1x") as before:
             await before.load.closed("closed", service.draw(), concurrency)
         at_1x = before.row("at-1x")

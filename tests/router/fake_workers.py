@@ -77,7 +77,13 @@ class FakeWorker:
         self.attach_delay_s = 0.0
         """How long it takes to open the token stream."""
         self.description = worker_pb2.DescribeResponse(
-            worker_id=worker_id, epoch=self.epoch, role=role, layout=layout, block_size=16, block_bytes=64
+            worker_id=worker_id,
+            epoch=self.epoch,
+            role=role,
+            layout=layout,
+            block_size=16,
+            block_bytes=64,
+            num_seats=64,
         )
         self.description.model.model = "tracer"
         self.description.model.fingerprint = fingerprint

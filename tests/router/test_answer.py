@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fake_workers import PROMPT, answer_of
 
@@ -81,7 +83,7 @@ def test_a_stop_string_cuts_text_and_tokens() -> None:
     answer = answer_of(stops=["cd"])
     give(answer, "abcdefg")
     assert answer.matched_stop == "cd"
-    assert answer.stopped.is_set()
+    assert answer.complete.is_set()
     assert answer.token_ids == list(b"abcd")
     assert drain(answer) == ("ab", list(b"abcd"))
     assert not answer.can_take
@@ -159,10 +161,38 @@ def test_stop_strings_are_not_looked_for_in_the_first_tokens() -> None:
     assert drain(answer)[0] == "abc"
 
 
-def test_a_new_token_wakes_both_sides() -> None:
+async def test_a_new_token_wakes_the_writing_side_and_the_last_one_the_attempt() -> None:
     answer = answer_of()
+    writing = asyncio.create_task(answer.changed.wait())
+    await asyncio.sleep(0)
     give(answer, "a")
-    assert answer.changed.is_set() and answer.progressed.is_set() and not answer.stopped.is_set()
+    await asyncio.wait_for(writing, 1)
+    # Used up: the next wait is for the next token, also one that came before it.
+    writing = asyncio.create_task(answer.changed.wait())
+    await asyncio.sleep(0)
+    assert not writing.done()
+    give(answer, "ab")
+    give(answer, "c", first=2)
+    await asyncio.wait_for(writing, 1)
+    answer.expect(len(PROMPT) + 5)
+    give(answer, "d", first=3)
+    assert not answer.complete.is_set()
+    await asyncio.wait_for(answer.changed.wait(), 1)
+    give(answer, "e", first=4)
+    assert answer.complete.is_set()
+    answer.expect(len(PROMPT) + 6)
+    assert not answer.complete.is_set()
+    answer.expect(len(PROMPT) + 5)
+    assert answer.complete.is_set()
+
+
+def test_a_stop_string_completes_an_answer() -> None:
+    answer = answer_of(stops=["b"])
+    answer.expect(len(PROMPT) + 6)
+    give(answer, "ab")
+    assert answer.complete.is_set() and answer.matched_stop == "b"
+    answer.expect(len(PROMPT) + 6)
+    assert answer.complete.is_set()
 
 
 def test_times_of_tokens() -> None:

@@ -226,7 +226,7 @@ async def test_the_first_token_and_then_death() -> None:
         answer = answer_of()
         running = asyncio.create_task(both.failure(answer))
         await both.p.reached.wait()
-        await answer.progressed.wait()
+        await answer.changed.wait()
         both.to_p.cut()
         failure = await running
         assert failure.culprit is both.prefill

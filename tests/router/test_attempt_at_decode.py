@@ -61,8 +61,7 @@ async def test_decode_dies_mid_stream() -> None:
         running = asyncio.create_task(both.failure(answer))
         await both.d.reached.wait()
         while len(answer.token_ids) < 3:
-            answer.progressed.clear()
-            await answer.progressed.wait()
+            await answer.changed.wait()
         both.to_d.cut()
         failure = await running
         assert failure.culprit is both.decode and failure.worker_died
@@ -227,7 +226,7 @@ async def test_a_computed_prompt_is_no_load_for_prefill() -> None:
     async with pair(first_then_wait, wait_for_prefill) as both:
         answer = answer_of(6)
         running = asyncio.create_task(both.run(answer))
-        await answer.progressed.wait()
+        await answer.changed.wait()
         assert (both.decode.num_assigned, both.prefill.num_assigned_tokens) == (1, 0)
         both.d.may_go_on.set()
         await running

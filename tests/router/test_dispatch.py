@@ -275,8 +275,7 @@ async def test_a_request_that_lost_its_worker_waits_for_the_next() -> None:
         serving = asyncio.create_task(s.serve(answer))
         await only.reached.wait()
         while len(answer.token_ids) < 3:
-            answer.progressed.clear()
-            await answer.progressed.wait()
+            await answer.changed.wait()
         only.may_go_on.set()
         first = s.named("d")
         s.wires[0].cut()

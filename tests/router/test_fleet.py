@@ -26,6 +26,7 @@ from kvstore.metadata.memory import Store
 from protos import inference_pb2
 from router import fleet as fleet_module
 from router import links
+from router.admission import Capacity
 from router.fleet import Fleet
 from router.links import Incarnation, WorkerLink
 from runtime.errors import Unavailable
@@ -194,6 +195,32 @@ async def test_load_reports_are_taken_over() -> None:
         only.load.num_running = 7
         only.report()
         await seen.until(lambda fleet: seen.named("d").load.num_running == 7)
+
+
+async def test_free_seats_are_those_that_no_router_holds() -> None:
+    worker, other = FakeWorker(MIXED, "m"), FakeWorker(MIXED, "n")
+    other.description.num_seats = 4
+    worker.load.num_running, worker.load.num_queued = 30, 2
+    async with fleet_over(worker, other) as seen:
+        await seen.until(lambda _: seen.usable_ids() == {"m", "n"})
+        assert seen.fleet.capacity() == Capacity(num_free=32 + 4, num_assigned=0, num_ahead=8 + 1)
+        incarnation = seen.named("m")
+        # Two of this router's own since that report; then one that counts them too, and one that ends after it.
+        incarnation.num_assigned += 2
+        assert (incarnation.num_free, seen.fleet.capacity().num_assigned) == (30, 2)
+        worker.load.num_running = 32
+        worker.report()
+        await seen.until(lambda _: incarnation.load.num_running == 32)
+        assert incarnation.num_free == 30
+        incarnation.num_assigned -= 1
+        assert incarnation.num_free == 31
+        # More than there are, as a look-ahead makes it.
+        incarnation.num_assigned += 40
+        assert seen.fleet.capacity().num_free == 4
+        worker.state = DRAINING
+        worker.report()
+        await seen.until(lambda _: not incarnation.is_serving)
+        assert seen.fleet.capacity() == Capacity(num_free=4, num_assigned=41, num_ahead=1)
 
 
 async def test_a_silent_worker_is_lost_in_time() -> None:
