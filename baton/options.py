@@ -64,6 +64,10 @@ class ServeConfig:
     """How often a request may be evicted so that one of a higher class gets in."""
     priority_ageing_s: float | None = field(default=None, metadata=_in("Workers", min=0.001))
     """Seconds of waiting that weigh as much as one class of priority."""
+    max_queue_latency_ms: float | None = field(default=None, metadata=_in("Workers", min=0))
+    """How long a prompt may wait before shorter ones of its class that came later only share with it."""
+    target_step_ms: float | None = field(default=None, metadata=_in("Workers", min=0.1))
+    """What a step with decoding sequences may take before no more is let in to it."""
     max_num_batched_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most tokens computed in one step."""
     chunk_size: int | None = field(default=None, metadata=_in("Workers", min=1))
@@ -72,6 +76,8 @@ class ServeConfig:
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Blocks a worker's KV pool may grow to."""
+    expected_sequence_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
+    """Tokens that a sequence usually has: memory for as many sequences as a worker may hold is taken at its start."""
     kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
     """Transports to offer, of shm, grpc, ...; default: all."""
     prefill_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))

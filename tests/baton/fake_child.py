@@ -41,8 +41,11 @@ def main() -> None:
 
 
 def ready_and_die(reporter: StatusReporter, lives: Path) -> None:
-    """Dies after getting ready while the file lists fewer than three lives."""
+    """Dies after getting ready while the file lists fewer than three lives; the first time not before somebody has
+    opened the fifo beside it."""
     reporter.ready()
+    if not lives.exists():
+        lives.with_suffix(".fifo").open().close()
     with lives.open("a") as file:
         file.write(f"{os.getpid()}\n")
     if len(lives.read_text().split()) < 3:

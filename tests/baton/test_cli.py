@@ -130,7 +130,7 @@ def test_the_package_is_light() -> None:
 
 def plan(config: ServeConfig, cpus: range = range(4)) -> dict[str, dict[str, str]]:
     """The flags of each process by its name."""
-    topology = plan_topology(config, "redis://127.0.0.1:7/0", cpus, iter(range(101, 200)), "run")
+    topology = plan_topology(config, "redis://127.0.0.1:7/0", cpus, iter(range(101, 400)), "run")
     return {
         spec.name: dict(flag.removeprefix("--").split("=", 1) for flag in spec.argv[4:]) for spec in topology.processes
     }
@@ -140,6 +140,7 @@ def test_every_process_understands_its_flags() -> None:
     options = ServeConfig(
         "tracer", num_routers=2, num_mixed=1, served_model_name="name", dtype="float32", max_model_len=64,
         max_num_seqs=8, max_num_batched_tokens=64, chunk_size=32, block_size=4, num_kv_blocks=9,
+        target_step_ms=80.0, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
         kv_transports=("grpc",), otlp_endpoint="http://127.0.0.1:4317", log_level="debug", drain_timeout_s=3.5,
     )  # fmt: skip
     topology = plan_topology(options, "redis://127.0.0.1:7/0", range(4), iter(range(101, 200)), "run")
@@ -198,6 +199,13 @@ def test_an_option_of_one_pool_that_cannot_be_is_refused(words: tuple[str, ...],
 
 def test_options_that_were_not_given_are_left_to_the_processes() -> None:
     assert {"dtype", "max-model-len", "max-num-seqs", "block-size"}.isdisjoint(plan(ServeConfig("m"))["decode-0"])
+
+
+@pytest.mark.parametrize(("num_decode", "share"), [(1, "0.3"), (2, "0.2"), (5, "0.1"), (200, "0.01")])
+def test_workers_divide_the_memory_of_their_machine(num_decode: int, share: str) -> None:
+    flags = plan(ServeConfig("m", num_decode=num_decode))
+    workers = [flag for name, flag in flags.items() if not name.startswith("router")]
+    assert {flag["kv-cache-memory-utilization"] for flag in workers} == {share}
 
 
 @pytest.mark.parametrize(

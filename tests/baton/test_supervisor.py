@@ -109,9 +109,17 @@ async def test_a_command_that_does_not_exist_fails_the_start() -> None:
             await supervisor.start([ProcessSpec("x", ("/nonexistent",), gates_readiness=True)])
 
 
+async def start_with_mortal(supervisor: Supervisor, folder: Path) -> None:
+    """A child that stays, and one that dies twice, though not before all have started."""
+    fifo = folder / "lives.fifo"
+    os.mkfifo(fifo)
+    await supervisor.start([fake("steady", "serve"), fake("mortal", "die-after-ready-until", str(folder / "lives"))])
+    await asyncio.to_thread(lambda: fifo.open("w").close())
+
+
 async def test_a_dead_child_is_started_again_with_growing_delay(tmp_path: Path) -> None:
     async with supervising() as (supervisor, record):
-        await supervisor.start([fake("steady", "serve"), fake("mortal", "die-after-ready-until", str(tmp_path / "x"))])
+        await start_with_mortal(supervisor, tmp_path)
         await record.wait_for_readies("mortal", 3)
         deaths = [change for change in record.changes if change.kind == "died"]
         assert [change.exit_text for change in deaths] == ["killed by SIGKILL"] * 2
@@ -124,7 +132,7 @@ async def test_the_delay_begins_anew_after_a_stable_life(tmp_path: Path) -> None
     record = Record()
     supervisor = Supervisor(record, drain_timeout_s=5, backoff_first_s=0.01, stable_s=0.0)
     try:
-        await supervisor.start([fake("steady", "serve"), fake("mortal", "die-after-ready-until", str(tmp_path / "x"))])
+        await start_with_mortal(supervisor, tmp_path)
         await record.wait_for_readies("mortal", 3)
         assert [change.restart_in_s for change in record.changes if change.kind == "died"] == [0.01, 0.01]
     finally:

@@ -10,6 +10,7 @@ import pytest
 from harness import EVICTED, FINISHED, PROMPT, attempt, cell, expected
 
 from engine import tracer
+from engine.lengths import MIN_FINISHED
 from protos import inference_pb2
 
 LONG = (PROMPT * 3)[:250]
@@ -209,8 +210,10 @@ async def test_many_at_once(transport):
 
 @pytest.mark.parametrize("mixed", [False, True])
 async def test_a_tiny_decode_pool_gives_back_and_the_next_attempt_goes_on_bit_exactly(mixed):
-    async with cell(mixed=mixed, decode={"num_kv_blocks": 14}, max_model_len=224) as c:
-        counts = await asyncio.gather(*(serve(c, random.Random(number)) for number in range(24)))
+    async with cell(mixed=mixed, decode={"num_kv_blocks": 56}, block_size=4, max_model_len=224) as c:
+        for _ in range(MIN_FINISHED):
+            c.decode.role.scheduler._lengths.record(1)  # so that more is let in than there are blocks for
+        counts = await asyncio.gather(*(serve(c, random.Random(number)) for number in range(48)))
         assert sum(counts) > 0, "nothing was evicted, so this tests nothing"
         await c.balanced()
 
