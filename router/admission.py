@@ -10,6 +10,7 @@ Knows neither sockets nor workers: `capacity` says what there is. Every place ta
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from bisect import bisect_right, insort
@@ -89,13 +90,17 @@ class Admission:
         self._ageing_s = ageing_s
         self._clock = clock
         self._waiting: list[Ticket] = []
+        self._placed: dict[Ticket, None] = {}  # who got its place first is first
         self._num_unstarted: Counter[int] = Counter()  # by class: those with a place and no token yet
         self._mean_placed_s = 0.0
         self._num_ended = 0
-        self.num_placed = 0
-        """Tickets that hold a place."""
         self.num_present = 0
         """Tickets that have not left: those that wait, hold a place, or have yet to tell their client."""
+
+    @property
+    def num_placed(self) -> int:
+        """Tickets that hold a place."""
+        return len(self._placed)
 
     @property
     def num_waiting(self) -> int:
@@ -131,7 +136,7 @@ class Admission:
                 return
             del self._waiting[0]
             ticket.stage, ticket.placed_s = Stage.PLACED, self._clock()
-            self.num_placed += 1
+            self._placed[ticket] = None
             self._num_unstarted[ticket.priority] += 1
             if not ticket.placed.done():
                 # Cancelled: its request is leaving, and gives the place back in a moment.
@@ -150,7 +155,7 @@ class Admission:
             self._remove(ticket)
             ticket.placed.cancel()
         elif ticket.stage is Stage.PLACED:
-            self.num_placed -= 1
+            del self._placed[ticket]
             self._num_unstarted[ticket.priority] -= not ticket.is_started
             self._num_ended += 1
             placed_s = self._clock() - ticket.placed_s
@@ -173,15 +178,23 @@ class Admission:
             self._refuse(ticket, error)
 
     def expected_wait_s(self, ticket: Ticket) -> float | None:
-        """How long a ticket that waits will wait, at the rate at which places have come back; None: not known yet.
+        """How long a ticket that waits will wait, from the mean time in a place; None: not known yet.
 
-        By Little's law that rate is the number of places over the mean time in one. Whom nothing was answered yet may
-        wait at a worker, so those of its class and above are ahead as well.
+        The longer of two estimates. By Little's law places come back at the rate of their number over that time; whom
+        nothing was answered yet may wait at a worker, so those of its class and above are ahead as well. And if each
+        place comes back after that time, that is when there are as many as it takes: requests placed together end
+        together, and nothing comes back before.
         """
         if not self._num_ended:
             return None
-        num_ahead = bisect_right(self._waiting, ticket.rank, key=_rank) + self._num_unstarted_from(ticket.priority)
-        return num_ahead * self._mean_placed_s / max(1, self.num_placed)
+        num_needed = bisect_right(self._waiting, ticket.rank, key=_rank)
+        if not self._placed:
+            return num_needed * self._mean_placed_s
+        num_ahead = num_needed + self._num_unstarted_from(ticket.priority)
+        num_rounds, index = divmod(num_needed - 1, self.num_placed)
+        last = next(itertools.islice(self._placed, index, None))
+        back_s = last.placed_s + (1 + num_rounds) * self._mean_placed_s
+        return max(num_ahead * self._mean_placed_s / self.num_placed, back_s - self._clock())
 
     def _has_place(self, ticket: Ticket) -> bool:
         """Whether it may go to the workers: a seat is free, or too few of its class and above wait there. What is below

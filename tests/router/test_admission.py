@@ -183,6 +183,23 @@ async def test_who_would_wait_too_long_is_refused_at_once() -> None:
     assert all(each.stage is Stage.WAITING for each in waiting)
 
 
+async def test_seats_that_were_taken_together_come_back_together() -> None:
+    world = World(4)
+    queue = world.open(max_queue_wait_s=1.0)
+    for service_s in (3.0, 5.0):
+        world.serve(world.enter(), service_s)
+    for seated in [world.enter() for _ in range(4)]:
+        queue.note_started(seated)
+    # A place a second on the average, but none before 4 s are over.
+    with pytest.raises(Overloaded, match=r"about 4\.0 s"):
+        world.enter()
+    world.now_s += 3.5
+    assert world.enter().stage is Stage.WAITING
+    world.now_s += 10.0
+    with pytest.raises(Overloaded, match=r"about 2\.0 s"):
+        world.enter()
+
+
 async def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
     world = World(1)
     world.open()
