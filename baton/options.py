@@ -48,6 +48,9 @@ class ServeConfig:
     """A Redis or Valkey to use, redis://host:port/db; default: one is started."""
     drain_timeout_s: float = field(default=30.0, metadata=_in("Processes", min=0))
     """How long running requests may take to finish after SIGTERM or Ctrl-C."""
+    kv_cache_gpu_mem_utilization: float = field(default=0.6, metadata=_in("Processes", min=0.01, max=0.95))
+    """Part of this machine's memory, or of the container's if that is less, that the KV pools of all workers may grow
+    to together."""
 
     max_num_queued: int | None = field(default=None, metadata=_in("Routers", min=0))
     """Most requests that wait in a router while every seat is taken; what comes beyond is refused."""
@@ -68,11 +71,15 @@ class ServeConfig:
     """How long a prompt may wait before shorter ones of its class that came later only share with it."""
     target_step_ms: float | None = field(default=None, metadata=_in("Workers", min=0.1))
     """What a step with decoding sequences may take before no more is let in to it."""
-    max_num_batched_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
+    max_num_tokens: int | None = field(
+        default=None, metadata=_in("Workers", min=1, aliases=("--max-num-batched-tokens",))
+    )
     """Most tokens computed in one step."""
     chunk_size: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most tokens of one prompt computed in one step."""
-    block_size: int | None = field(default=None, metadata=_in("Workers", min=1))
+    kv_cache_type: Literal["paged"] | None = field(default=None, metadata=_in("Workers"))
+    """How KV is kept: in blocks, reached through block tables. There is no other way."""
+    kv_block_size: int | None = field(default=None, metadata=_in("Workers", min=1, aliases=("--block-size",)))
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Blocks a worker's KV pool may grow to."""
@@ -81,7 +88,7 @@ class ServeConfig:
     kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
     """Transports to offer, of shm, grpc, ...; default: all."""
     prefill_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
-    """Options of this section for prefill workers alone: max-num-batched-tokens=1024,chunk-size=256."""
+    """Options of this section for prefill workers alone: max-num-tokens=1024,chunk-size=256."""
     decode_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
     """Options of this section for decode and mixed workers alone: max-batch-size=32,max-num-seqs=64."""
 
@@ -103,7 +110,7 @@ class ServeConfig:
         read_pool_options("--decode-options", self.decode_options)
 
 
-SAME_IN_BOTH_POOLS = ("block_size",)
+SAME_IN_BOTH_POOLS = ("kv_cache_type", "kv_block_size")
 """Of the options of workers, those that a handoff needs to be equal."""
 
 

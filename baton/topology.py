@@ -32,15 +32,14 @@ WORKER_OPTIONS = (
     "priority_ageing_s",
     "max_queue_latency_ms",
     "target_step_ms",
-    "max_num_batched_tokens",
+    "max_num_tokens",
     "chunk_size",
-    "block_size",
+    "kv_cache_type",
+    "kv_block_size",
     "num_kv_blocks",
     "expected_sequence_tokens",
     "kv_transports",
 )
-MAX_KV_MEMORY = 0.6
-"""Part of this machine's memory that the KV pools of its workers may take together; one takes half of it at most."""
 ROUTER_OPTIONS = ("served_model_name", "max_num_queued", "max_queue_wait_s", "priority_ageing_s")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
@@ -164,14 +163,16 @@ def _worker(
         *([f"--cpus={','.join(map(str, sorted(cpus)))}"] if cpus else []),
         f"--drain-timeout-s={config.drain_timeout_s}",
         *_flags(config, WORKER_OPTIONS),
-        f"--kv-cache-memory-utilization={_memory_share(config.num_prefill + config.num_decode + config.num_mixed)}",
+        f"--kv-cache-gpu-mem-utilization={_memory_share(config)}",
         *_flags(config, OBSERVABILITY_OPTIONS),
     ]
     return ProcessSpec(name, tuple(argv), cpus=cpus, stop_rank=1)
 
 
-def _memory_share(num_workers: int) -> float:
-    return max(0.01, round(MAX_KV_MEMORY / max(2, num_workers), 3))
+def _memory_share(config: ServeConfig) -> float:
+    """Of one worker: they all take from the same memory."""
+    num_workers = config.num_prefill + config.num_decode + config.num_mixed
+    return max(0.001, config.kv_cache_gpu_mem_utilization / num_workers)
 
 
 def _python(module: str) -> list[str]:

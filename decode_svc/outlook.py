@@ -122,7 +122,7 @@ class Outlook:
 
     def max_tokens(self, plan: Plan, first: Sequence) -> int:
         """Tokens that a step with these decode rows may hold together with chunks of prompts, the first of them."""
-        most, target_ms = self._limits.max_num_batched_tokens, self._limits.target_step_ms
+        most, target_ms = self._limits.max_num_tokens, self._limits.target_step_ms
         if target_ms is None or self._step_times is None:
             return most
         rows = StepLoad(len(plan.slices), sum(part.sequence.num_tokens for part in plan.slices))

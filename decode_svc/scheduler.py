@@ -86,7 +86,7 @@ class DecodeScheduler:
         else:
             self._admit(now_s)
         # One that was ready may have been evicted since, for growth or for a higher class.
-        fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_batched_tokens)
+        fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_tokens)
         overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
         prompts = list(self._prefilling)
         budget = self._outlook.max_tokens(plan, prompts[0]) if prompts else 0

@@ -59,7 +59,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def __init__(self, parts: WorkerParts) -> None:
         config = parts.config
-        max_reserved = config.max_reserved_tokens or 2 * config.max_num_batched_tokens
+        max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
         self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved)
         self._parts = parts
         self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports)

@@ -53,13 +53,13 @@ class WorkerConfig:
     Default: --max-num-seqs."""
     max_preemptions: int = field(default=3, metadata=_in("Scheduling", min=0))
     """Decode pool only: how often a request may be evicted so that one of a higher class gets in."""
-    max_num_batched_tokens: int = field(default=512, metadata=_in("Scheduling", min=1))
+    max_num_tokens: int = field(default=512, metadata=_in("Scheduling", min=1, aliases=("--max-num-batched-tokens",)))
     """Most tokens computed in one step."""
     chunk_size: int = field(default=512, metadata=_in("Scheduling", min=1))
-    """Most tokens of one prompt computed in one step; never above --max-num-batched-tokens."""
+    """Most tokens of one prompt computed in one step; never above --max-num-tokens."""
     max_reserved_tokens: int | None = field(default=None, metadata=_in("Scheduling", min=1))
     """Decode pool only: most tokens reserved for prompts of one prefill worker that has sent nothing of them yet;
-    default: twice --max-num-batched-tokens."""
+    default: twice --max-num-tokens."""
 
     priority_ageing_s: float = field(default=5.0, metadata=_in("Scheduling", min=0.001))
     """Seconds of waiting that weigh as much as one class of priority: what waits longer goes before what is urgent."""
@@ -75,16 +75,19 @@ class WorkerConfig:
     """Decode pool only: the quantile of learned output lengths up to which admission keeps blocks for those that run.
     Lower: fewer evictions and fewer sequences at once."""
 
-    block_size: int = field(default=16, metadata=_in("KV cache", min=1))
+    kv_cache_type: Literal["paged"] = field(default="paged", metadata=_in("KV cache"))
+    """How KV is kept: in blocks of --kv-block-size positions, reached through block tables. There is no other way."""
+    kv_block_size: int = field(default=16, metadata=_in("KV cache", min=1, aliases=("--block-size",)))
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))
-    """Blocks the pool may grow to; default: what --kv-cache-memory-utilization allows, and no more than --max-num-seqs
+    """Blocks the pool may grow to; default: what --kv-cache-gpu-mem-utilization allows, and no more than --max-num-seqs
     sequences of --max-model-len tokens need."""
     expected_sequence_tokens: int | None = field(default=None, metadata=_in("KV cache", min=1))
     """Tokens of prompt and output that a sequence usually has: memory for --max-num-seqs of them is taken at the start.
     Default: learned; the pool starts small and grows as it is needed, in larger steps up to what is usual."""
-    kv_cache_memory_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.01, max=0.95))
-    """Part of the memory of this machine, or of the container if less, that the KV pool may take."""
+    kv_cache_gpu_mem_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.001, max=0.95))
+    """Part of the memory of the device that the KV pool may take; on a CPU, of this machine's or of the container's if
+    that is less."""
     kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
     """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
     by gRPC."""
@@ -105,19 +108,18 @@ class WorkerConfig:
     """Inherited descriptor on which this process reports its state."""
 
     def __post_init__(self) -> None:
-        if self.chunk_size > self.max_num_batched_tokens:
+        if self.chunk_size > self.max_num_tokens:
             raise ConfigError(
-                f"--chunk-size: must be at most --max-num-batched-tokens, which is {self.max_num_batched_tokens}; "
-                f"got {self.chunk_size}"
+                f"--chunk-size: must be at most --max-num-tokens, which is {self.max_num_tokens}; got {self.chunk_size}"
             )
         expected, longest = self.expected_sequence_tokens, self.max_model_len
         if expected is not None and longest is not None and expected > longest:
             raise ConfigError(
                 f"--expected-sequence-tokens: must be at most --max-model-len, which is {longest}; got {expected}"
             )
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        if self.max_num_seqs > self.max_num_tokens:
             raise ConfigError(
-                f"--max-num-seqs: must be at most --max-num-batched-tokens, which is {self.max_num_batched_tokens}, "
+                f"--max-num-seqs: must be at most --max-num-tokens, which is {self.max_num_tokens}, "
                 f"because each decodes a token a step; got {self.max_num_seqs}"
             )
 

@@ -27,7 +27,7 @@ class Limits:
     """Most tokens of prompt and output together."""
     max_num_seqs: int
     """Most sequences that hold KV at once: seats."""
-    max_num_batched_tokens: int
+    max_num_tokens: int
     """Most tokens a step computes; at least `max_num_seqs` where sequences decode."""
     chunk_size: int
     """Most tokens of one sequence that a step computes."""

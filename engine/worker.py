@@ -156,7 +156,7 @@ class Worker:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             model = open_model(config.model, config.dtype, config.served_model_name)
-            layout = model.layout(config.block_size)
+            layout = model.layout(config.kv_block_size)
             epoch = secrets.randbits(63)
             memory = self._open_memory(model, layout, epoch)
             stack.callback(memory.close)
@@ -226,7 +226,7 @@ class Worker:
         ceiling = config.num_kv_blocks
         if ceiling is None:
             useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
-            affordable = int(config.kv_cache_memory_utilization * memory_limit_bytes()) // layout.block_bytes
+            affordable = int(config.kv_cache_gpu_mem_utilization * memory_limit_bytes()) // layout.block_bytes
             ceiling = max(1, min(useful, affordable))
         if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
             raise ConfigError(
@@ -258,7 +258,7 @@ class Worker:
         limits = Limits(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_tokens=config.max_num_tokens,
             chunk_size=config.chunk_size,
             eos_token_ids=model.eos_token_ids,
             max_batch_size=config.max_batch_size,

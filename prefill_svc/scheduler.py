@@ -53,7 +53,7 @@ class PrefillScheduler:
         self._admit(now_s)
         plan, limits = Plan(), self.limits
         overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
-        fill_shared(plan, list(self._running), limits.chunk_size, limits.max_num_batched_tokens, overdue_since_s)
+        fill_shared(plan, list(self._running), limits.chunk_size, limits.max_num_tokens, overdue_since_s)
         return plan
 
     def _admit(self, now_s: float) -> None:

@@ -52,7 +52,7 @@ async def _static_vs_continuous(run: Run) -> list[Row]:
     )
     rows = []
     for name, schedule, num_tokens in configurations:
-        options = {"batch_schedule": schedule, "chunk_size": num_tokens, "max_num_batched_tokens": num_tokens}
+        options = {"batch_schedule": schedule, "chunk_size": num_tokens, "max_num_tokens": num_tokens}
         async with run.service(name, max_num_seqs=num_seats, **options) as service:
             asks = service.draw()
             async with service.phase("load") as phase:
@@ -80,7 +80,7 @@ async def _handoff(run: Run) -> list[Row]:
     num_tokens = max(longest, WHOLE_PROMPTS)
     rows = []
     for transport in TRANSPORTS:
-        options = {"kv_transports": (transport,), "chunk_size": num_tokens, "max_num_batched_tokens": num_tokens}
+        options = {"kv_transports": (transport,), "chunk_size": num_tokens, "max_num_tokens": num_tokens}
         async with run.service(transport, **options) as service:
             for length in sorted({max(1, longest // step) for step in LENGTH_STEPS}):
                 rows.append(await _handoff_row(run, service, transport, length))
@@ -111,7 +111,7 @@ def handoff_figures(outcomes: Sequence[Outcome], transport: str) -> dict[str, Fi
 async def _router(run: Run) -> list[Row]:
     """What a token costs the router, with many streams over a model that costs little itself."""
     num_streams = known(run.sizes.max_concurrency)
-    async with run.service(max_num_seqs=num_streams, max_num_batched_tokens=max(512, num_streams)) as service:
+    async with run.service(max_num_seqs=num_streams, max_num_tokens=max(512, num_streams)) as service:
         asks = service.draw()
         async with service.phase("router") as phase:
             await phase.load.closed("all", asks, num_streams)

@@ -139,7 +139,7 @@ def plan(config: ServeConfig, cpus: range = range(4)) -> dict[str, dict[str, str
 def test_every_process_understands_its_flags() -> None:
     options = ServeConfig(
         "tracer", num_routers=2, num_mixed=1, served_model_name="name", dtype="float32", max_model_len=64,
-        max_num_seqs=8, max_num_batched_tokens=64, chunk_size=32, block_size=4, num_kv_blocks=9,
+        max_num_seqs=8, max_num_tokens=64, chunk_size=32, kv_block_size=4, num_kv_blocks=9,
         target_step_ms=80.0, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
         kv_transports=("grpc",), otlp_endpoint="http://127.0.0.1:4317", log_level="debug", drain_timeout_s=3.5,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def test_every_process_understands_its_flags() -> None:
         loaded = configuration.load(cls, [*spec.argv[4:], "--status-fd=3"], prog="p", description="d", env={})
         assert loaded.model == "tracer" and loaded.log_level == "debug" and loaded.drain_timeout_s == 3.5
         if isinstance(loaded, WorkerConfig):
-            assert (loaded.block_size, loaded.kv_transports, loaded.chunk_size) == (4, ("grpc",), 32)
+            assert (loaded.kv_block_size, loaded.kv_transports, loaded.chunk_size) == (4, ("grpc",), 32)
             assert (loaded.role == "mixed") == spec.name.startswith("mixed")
             assert loaded.cpu_set() == set(spec.cpus)
     assert [spec.name for spec in topology.processes] == ["router-0", "router-1", "prefill-0", "decode-0", "mixed-0"]
@@ -187,7 +187,7 @@ def test_each_pool_may_have_options_of_its_own() -> None:
         (("max-batch-size",), "'max-batch-size' is not accepted; give name=value, of: "),
         (("max-batch-size=0",), "max-batch-size: 0 is not accepted; give a whole number, at least 1"),
         (("max-batch-size=1", "max_batch_size=2"), "max_batch_size is given twice"),
-        (("block-size=4",), "'block-size=4' is not accepted"),
+        (("kv-block-size=4",), "'kv-block-size=4' is not accepted"),
         (("port=4",), "'port=4' is not accepted"),
     ],
 )
@@ -198,14 +198,22 @@ def test_an_option_of_one_pool_that_cannot_be_is_refused(words: tuple[str, ...],
 
 
 def test_options_that_were_not_given_are_left_to_the_processes() -> None:
-    assert {"dtype", "max-model-len", "max-num-seqs", "block-size"}.isdisjoint(plan(ServeConfig("m"))["decode-0"])
+    assert {"dtype", "max-model-len", "max-num-seqs", "kv-block-size"}.isdisjoint(plan(ServeConfig("m"))["decode-0"])
 
 
-@pytest.mark.parametrize(("num_decode", "share"), [(1, "0.3"), (2, "0.2"), (5, "0.1"), (200, "0.01")])
-def test_workers_divide_the_memory_of_their_machine(num_decode: int, share: str) -> None:
-    flags = plan(ServeConfig("m", num_decode=num_decode))
+@pytest.mark.parametrize(("num_decode", "total", "share"), [(1, 0.6, 0.3), (2, 0.6, 0.2), (3, 0.8, 0.2)])
+def test_workers_divide_the_memory_of_their_machine(num_decode: int, total: float, share: float) -> None:
+    flags = plan(ServeConfig("m", num_decode=num_decode, kv_cache_gpu_mem_utilization=total))
     workers = [flag for name, flag in flags.items() if not name.startswith("router")]
-    assert {flag["kv-cache-memory-utilization"] for flag in workers} == {share}
+    assert [float(flag["kv-cache-gpu-mem-utilization"]) for flag in workers] == [pytest.approx(share)] * (
+        num_decode + 1
+    )
+
+
+def test_names_that_other_servers_use_are_understood() -> None:
+    argv = ["m", "--max-num-batched-tokens=600", "--block-size=8"]
+    config = configuration.load(ServeConfig, argv, prog="p", description="d", env={})
+    assert (config.max_num_tokens, config.kv_block_size) == (600, 8)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Decode:
 
     def __init__(self, num_blocks=100, reserved=1000, expected=1, **limits):
         self.holdings = make_holdings(num_blocks)
-        merged = {"max_model_len": num_blocks * 4, "max_num_batched_tokens": 64, "chunk_size": 64, **limits}
+        merged = {"max_model_len": num_blocks * 4, "max_num_tokens": 64, "chunk_size": 64, **limits}
         self.scheduler = DecodeScheduler(
             self.holdings, make_limits(**merged), reserved, OutputLengths(prior_tokens=expected)
         )

@@ -32,7 +32,7 @@ def make_limits(**changes: Any) -> Limits:
     defaults: dict[str, Any] = {
         "max_model_len": 28,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 8,
+        "max_num_tokens": 8,
         "chunk_size": 8,
         "eos_token_ids": (EOS,),
     }
@@ -119,7 +119,7 @@ class Step:
 
 def check_plan(plan: Plan, limits: Limits, holding: int) -> None:
     """The bounds of one step."""
-    assert plan.num_tokens == sum(part.num_tokens for part in plan.slices) <= limits.max_num_batched_tokens
+    assert plan.num_tokens == sum(part.num_tokens for part in plan.slices) <= limits.max_num_tokens
     assert holding <= limits.max_num_seqs
     sequences = [part.sequence for part in plan.slices]
     assert len({id(sequence) for sequence in sequences}) == len(sequences)

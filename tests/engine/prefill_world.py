@@ -118,7 +118,7 @@ class PrefillWorld(World):
             return
         assert self.step is not None, "there was something to compute"
         took = {part.sequence: part.num_tokens for part in self.step.plan.slices}
-        budget, chunk_size = self.limits.max_num_batched_tokens, self.limits.chunk_size
+        budget, chunk_size = self.limits.max_num_tokens, self.limits.chunk_size
         wanted = {each: min(each.num_pending, chunk_size) for each in running}
         assert sum(took.values()) == min(budget, sum(wanted.values())), "a part of the step is idle"
         first = min(running, key=self._rank)

@@ -132,7 +132,7 @@ class DecodeSimulation(Simulation):
         **limits: Any,
     ) -> None:
         super().__init__(clients)
-        merged = {"max_model_len": 4 * num_blocks, "max_num_batched_tokens": 64, "chunk_size": 64, **limits}
+        merged = {"max_model_len": 4 * num_blocks, "max_num_tokens": 64, "chunk_size": 64, **limits}
         self.scheduler = DecodeScheduler(make_holdings(num_blocks), make_limits(**merged), 128, lengths)
         self._fetch_steps = fetch_steps
         self._fetches: dict[Sequence, int] = {}  # steps left

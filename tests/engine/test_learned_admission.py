@@ -36,7 +36,7 @@ class ShareGPT(DecodeSimulation):
             )
             for _ in range(NUM_REQUESTS)
         ]
-        limits = {"max_num_seqs": 48, "max_num_batched_tokens": 128, "chunk_size": 128}
+        limits = {"max_num_seqs": 48, "max_num_tokens": 128, "chunk_size": 128}
         super().__init__(self.clients, 250, lengths=OutputLengths(prior_tokens=16, least_tokens=4), **limits)
 
     def duration_s(self, plan: Plan) -> float:

@@ -95,23 +95,23 @@ PREFILL = {
     "short ones beside a patient long one": (
         7,
         [Prompt(13, 1, LOW), Prompt(6, 30, HIGH, 100), Prompt(3, 31, LOW, 200)],
-        {"max_num_batched_tokens": 4, "chunk_size": 4, "num_faults": 0},
+        {"max_num_tokens": 4, "chunk_size": 4, "num_faults": 0},
     ),
     "a shared prefix": (4, [Prompt(9, 1), Prompt(9, 2), Prompt(12, 3, HIGH)], {"num_faults": 0}),
     "a high class lacks a seat": (
         9,
         [Prompt(9, 1, NORMAL), Prompt(5, 2, LOW, 100), Prompt(3, 3, HIGH, 200)],
-        {"max_num_seqs": 2, "max_num_batched_tokens": 4, "chunk_size": 4},
+        {"max_num_seqs": 2, "max_num_tokens": 4, "chunk_size": 4},
     ),
     "a high class lacks blocks": (
         6,
         [Prompt(9, 1, NORMAL), Prompt(5, 2, LOW, 100), Prompt(7, 3, HIGH, 200), Prompt(4, 4, NORMAL, 300)],
-        {"max_num_seqs": 4, "max_num_batched_tokens": 4, "chunk_size": 4, "num_faults": 0},
+        {"max_num_seqs": 4, "max_num_tokens": 4, "chunk_size": 4, "num_faults": 0},
     ),
     "a high class lacks blocks beside a shared prefix": (
         5,
         [Prompt(9, 1, NORMAL), Prompt(6, 2, LOW), Prompt(9, 3, HIGH)],
-        {"max_num_seqs": 3, "max_num_batched_tokens": 4, "chunk_size": 4, "num_faults": 0},
+        {"max_num_seqs": 3, "max_num_tokens": 4, "chunk_size": 4, "num_faults": 0},
     ),
 }
 

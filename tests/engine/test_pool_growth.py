@@ -49,7 +49,7 @@ class Worker:
 
     def __init__(self, num_blocks: int, ceiling: int, memory: MemoryOf, **changes: object) -> None:
         self.holdings = make_holdings(num_blocks, ceiling)
-        defaults = {"max_model_len": 4 * ceiling, "max_num_batched_tokens": 512, "chunk_size": 512, "max_num_seqs": 8}
+        defaults = {"max_model_len": 4 * ceiling, "max_num_tokens": 512, "chunk_size": 512, "max_num_seqs": 8}
         self.scheduler = DecodeScheduler(self.holdings, make_limits(**{**defaults, **changes}), 99)
         self.now_s = 1000.0
         self.loop = StepLoop(self.scheduler, OnesRunner(), memory, self, clock=lambda: self.now_s)

@@ -20,7 +20,7 @@ def opened(tmp_path: Path, **options: Any) -> PoolMemory:
     config = WorkerConfig("tracer", kv_shared_memory_dir=str(tmp_path), **options)
     model = open_model(config.model, config.dtype, None)
     worker = Worker(config, "decode", "w", StatusReporter(None), lambda parts: pytest.fail("no role is needed"))
-    return worker._open_memory(model, model.layout(config.block_size), epoch=7)
+    return worker._open_memory(model, model.layout(config.kv_block_size), epoch=7)
 
 
 def test_the_ceiling_is_what_the_longest_sequences_could_use_within_the_memory(tmp_path, monkeypatch):
@@ -28,7 +28,7 @@ def test_the_ceiling_is_what_the_longest_sequences_could_use_within_the_memory(t
     assert (memory.ceiling, memory.num_blocks) == (40, 40)
     memory.close()
     monkeypatch.setattr(worker_module, "memory_limit_bytes", lambda: 1000 * memory.layout.block_bytes)
-    memory = opened(tmp_path, max_num_seqs=64, kv_cache_memory_utilization=0.25)
+    memory = opened(tmp_path, max_num_seqs=64, kv_cache_gpu_mem_utilization=0.25)
     assert (memory.ceiling, memory.num_blocks) == (250, INITIAL_BLOCKS)
     memory.close()
 

@@ -10,7 +10,7 @@ from engine.sequence import State
 
 
 def test_prefill_packs_chunks_of_many_prompts_into_a_step():
-    p = Prefill(max_num_batched_tokens=10, chunk_size=6)
+    p = Prefill(max_num_tokens=10, chunk_size=6)
     a, b, c = p.add(8, first=100), p.add(3, first=200), p.add(9, first=300)
     assert p.step() == [(a, 6), (b, 3), (c, 1)]
     assert p.step() == [(a, 2), (c, 6)]
@@ -19,7 +19,7 @@ def test_prefill_packs_chunks_of_many_prompts_into_a_step():
 
 
 def test_prefill_wants_blocks_for_what_has_credit_and_none():
-    p = Prefill(max_num_batched_tokens=8)
+    p = Prefill(max_num_tokens=8)
     p.add(9, credit=False, first=100)
     assert p.scheduler.num_wanted_blocks() == 0
     p.add(9, first=200)
@@ -29,7 +29,7 @@ def test_prefill_wants_blocks_for_what_has_credit_and_none():
 
 
 def test_prefill_takes_the_urgent_first_unless_others_have_waited_longer():
-    p = Prefill(max_num_batched_tokens=4, chunk_size=4)
+    p = Prefill(max_num_tokens=4, chunk_size=4)
     low, normal, waited, high = (
         p.add(4, first=100, priority=Priority.LOW),
         p.add(4, first=200),
@@ -40,7 +40,7 @@ def test_prefill_takes_the_urgent_first_unless_others_have_waited_longer():
 
 
 def test_short_prompts_share_the_steps_of_a_long_one():
-    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(max_num_tokens=8, chunk_size=8)
     long = p.add(40, first=1)
     assert p.step() == [(long, 8)]
     short, urgent, low = (
@@ -56,7 +56,7 @@ def test_short_prompts_share_the_steps_of_a_long_one():
 
 
 def test_among_the_short_the_higher_class_comes_before_the_shorter():
-    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(max_num_tokens=8, chunk_size=8)
     patient = p.add(40, first=1, priority=Priority.LOW, waited_ms=60_000)
     normal, high, low = (
         p.add(3, first=200),
@@ -69,13 +69,13 @@ def test_among_the_short_the_higher_class_comes_before_the_shorter():
 
 
 def test_an_equally_long_prompt_waits_its_turn():
-    p = Prefill(max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(max_num_tokens=8, chunk_size=8)
     a, b = p.add(16, first=1), p.add(16, first=100)
     assert [p.step() for _ in range(4)] == [[(a, 8)], [(a, 8)], [(b, 8)], [(b, 8)]]
 
 
 def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():
-    p = Prefill(num_blocks=4, max_num_batched_tokens=64)
+    p = Prefill(num_blocks=4, max_num_tokens=64)
     a, b, c = p.add(8, first=100), p.add(12, first=200), p.add(4, first=300)
     p.step()
     assert (a.state, b.state, c.state) == (State.LEASED, State.QUEUED, State.QUEUED)
@@ -85,7 +85,7 @@ def test_prefill_lets_nobody_overtake_one_that_lacks_blocks():
 
 
 def test_prefill_takes_back_what_a_lower_class_has_not_begun_on():
-    p = Prefill(max_num_seqs=3, max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(max_num_seqs=3, max_num_tokens=8, chunk_size=8)
     running = p.add(24, first=1)
     first, last = p.add(20, first=100, priority=Priority.LOW), p.add(20, first=200, priority=Priority.LOW)
     p.step()
@@ -105,7 +105,7 @@ def test_prefill_takes_back_what_a_lower_class_has_not_begun_on():
     "seats, lower", [(2, Priority.HIGH), (1, Priority.LOW)], ids=["an equal", "one that has begun"]
 )
 def test_prefill_takes_nothing_back_from(seats, lower):
-    p = Prefill(max_num_seqs=seats, max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(max_num_seqs=seats, max_num_tokens=8, chunk_size=8)
     holding = [p.add(24, first=100 * index + 1, priority=lower) for index in range(seats)]
     p.step()
     high = p.add(4, first=500, priority=Priority.HIGH)
@@ -114,7 +114,7 @@ def test_prefill_takes_nothing_back_from(seats, lower):
 
 
 def test_prefill_takes_nothing_back_in_vain():
-    p = Prefill(num_blocks=10, max_num_batched_tokens=8, chunk_size=8)
+    p = Prefill(num_blocks=10, max_num_tokens=8, chunk_size=8)
     p.add(24, first=1)
     low = p.add(12, first=100, priority=Priority.LOW)
     p.step()
@@ -133,7 +133,7 @@ def test_prefill_seats_count_leases():
 
 
 def test_prefill_reuses_a_cached_prefix_but_always_computes_one_token():
-    p = Prefill(max_num_batched_tokens=64)
+    p = Prefill(max_num_tokens=64)
     a, b = p.add(8), p.add(8)
     p.step()
     assert b.num_cached == 0, "nothing was cached when it was admitted"
@@ -153,7 +153,7 @@ def test_a_cancel_between_plan_and_commit_keeps_the_blocks_until_the_commit():
 
 
 def test_decode_rows_come_before_prefill_chunks():
-    d = Decode(max_num_batched_tokens=6, chunk_size=6)
+    d = Decode(max_num_tokens=6, chunk_size=6)
     a = d.add(3, first=100)
     d.step()
     b = d.add(20, first=200)
@@ -161,7 +161,7 @@ def test_decode_rows_come_before_prefill_chunks():
 
 
 def test_short_prompts_share_what_decode_rows_leave_of_a_step():
-    d = Decode(max_num_batched_tokens=9, chunk_size=9)
+    d = Decode(max_num_tokens=9, chunk_size=9)
     running = d.add(1, first=100)
     d.step()
     long, short = d.add(30, first=200), d.add(3, first=300)

@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max_num_seqs + extra_tokens
         self.limits = make_limits(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
+            max_num_tokens=budget,
             chunk_size=min(chunk_size, budget),
             max_batch_size=max_batch_size,
             max_preemptions=max_preemptions,

@@ -56,7 +56,7 @@ def test_prefill_lets_the_lowest_class_in_within_its_bound():
     service_s = STEP_S / 2  # two in a step
     others = stream(60, service_s / OVERLOAD, 8)
     low = Client(1.0, 64, Priority.LOW)
-    PrefillSimulation([low, *others], max_num_batched_tokens=16, chunk_size=16).run()
+    PrefillSimulation([low, *others], max_num_tokens=16, chunk_size=16).run()
     own_s = 2 * (64 / 16) * STEP_S
     assert low.asked_s + 10 * STEP_S < low.done_s <= bound_s(low, others, service_s) + own_s
 
@@ -64,10 +64,10 @@ def test_prefill_lets_the_lowest_class_in_within_its_bound():
 def test_a_long_prompt_takes_at_most_twice_its_time_under_a_stream_of_short_ones():
     num_chunks, budget = 50, 32
     alone = Client(0.0, num_chunks * budget)
-    PrefillSimulation([alone], max_num_batched_tokens=budget, chunk_size=budget).run()
+    PrefillSimulation([alone], max_num_tokens=budget, chunk_size=budget).run()
     long = Client(0.0, num_chunks * budget)
     short = [Client(index * STEP_S / 4, 16) for index in range(800)]  # twice what the pool can do
-    PrefillSimulation([long, *short], max_num_batched_tokens=budget, chunk_size=budget).run()
+    PrefillSimulation([long, *short], max_num_tokens=budget, chunk_size=budget).run()
     assert alone.done_s == num_chunks * STEP_S
     assert 1.5 * alone.done_s < long.done_s <= 2 * alone.done_s + 2 * STEP_S
 
@@ -76,7 +76,7 @@ def test_a_long_prompt_takes_at_most_twice_its_time_under_a_stream_of_short_ones
 def test_a_stream_of_shorter_ones_keeps_nobody_out_beyond_the_longest_wait(max_queue_latency_ms):
     middle = Client(STEP_S, 60)
     shorter = [Client(index * STEP_S, 16) for index in range(120)]  # all of what the long one leaves
-    limits = {"max_num_batched_tokens": 32, "chunk_size": 32, "max_queue_latency_ms": max_queue_latency_ms}
+    limits = {"max_num_tokens": 32, "chunk_size": 32, "max_queue_latency_ms": max_queue_latency_ms}
     PrefillSimulation([Client(0.0, 100 * 32), middle, *shorter], **limits).run()
     num_steps = 60 / (32 / 4) + 2  # a quarter of each
     if max_queue_latency_ms < 1e9:
@@ -101,8 +101,8 @@ def test_short_prompts_behind_a_long_one_are_hardly_later_than_without_it(length
         return [Client(STEP_S * (1 + index * spread_steps), length) for index in range(20)]
 
     without, behind = short(), short()
-    PrefillSimulation(without, max_num_batched_tokens=budget, chunk_size=budget).run()
-    PrefillSimulation([Client(0.0, 50 * budget), *behind], max_num_batched_tokens=budget, chunk_size=budget).run()
+    PrefillSimulation(without, max_num_tokens=budget, chunk_size=budget).run()
+    PrefillSimulation([Client(0.0, 50 * budget), *behind], max_num_tokens=budget, chunk_size=budget).run()
     assert p95_steps(behind) <= 1.5 * p95_steps(without) + 2
 
 

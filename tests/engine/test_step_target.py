@@ -25,7 +25,7 @@ class Timed(DecodeSimulation):
     """Steps take what they hold, with noise, and the scheduler is told."""
 
     def __init__(self, clients: list[Client], seed: int = 0, **limits: object) -> None:
-        merged = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "chunk_size": 256, **limits}
+        merged = {"max_num_seqs": 64, "max_num_tokens": 256, "chunk_size": 256, **limits}
         super().__init__(clients, 4000, **merged)
         self._chance = random.Random(seed)
         self.steps: list[tuple[StepLoad, float]] = []
@@ -80,7 +80,7 @@ def test_chunks_of_prompts_are_cut_to_what_the_target_leaves(length):
 
 def test_a_prompt_goes_on_by_a_block_a_step_where_the_target_leaves_nothing():
     clients = [Client(0.0, 8, max_tokens=400) for _ in range(4)] + [Client(2.0, 200, max_tokens=2)]
-    world = Timed(clients, target_step_ms=5.0, max_num_batched_tokens=64, chunk_size=64)
+    world = Timed(clients, target_step_ms=5.0, max_num_tokens=64, chunk_size=64)
     world.run()
     assert all(len(client.outputs) == client.max_tokens for client in clients)
     assert {load.num_prompt_tokens for load, _ in world.steps[-200:]} <= {0, BLOCK_SIZE}

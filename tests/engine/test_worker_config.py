@@ -11,16 +11,14 @@ from runtime.errors import ConfigError
 
 
 def test_a_chunk_fits_a_step():
-    WorkerConfig("tracer", chunk_size=64, max_num_batched_tokens=64)
-    with pytest.raises(
-        ConfigError, match=r"--chunk-size: must be at most --max-num-batched-tokens, which is 64; got 65"
-    ):
-        WorkerConfig("tracer", chunk_size=65, max_num_batched_tokens=64)
+    WorkerConfig("tracer", chunk_size=64, max_num_tokens=64)
+    with pytest.raises(ConfigError, match=r"--chunk-size: must be at most --max-num-tokens, which is 64; got 65"):
+        WorkerConfig("tracer", chunk_size=65, max_num_tokens=64)
 
 
 def test_every_seat_gets_a_token_each_step():
     with pytest.raises(ConfigError, match=r"--max-num-seqs: .* which is 8.*; got 9"):
-        WorkerConfig("tracer", chunk_size=8, max_num_batched_tokens=8, max_num_seqs=9)
+        WorkerConfig("tracer", chunk_size=8, max_num_tokens=8, max_num_seqs=9)
 
 
 @pytest.mark.parametrize("text, numbers", [(None, None), ("0", {0}), ("0,2-3", {0, 2, 3}), ("4-4", {4}), ("1,1", {1})])

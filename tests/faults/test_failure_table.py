@@ -108,7 +108,9 @@ async def test_kv_layout_differs(system: System, stub: Any) -> None:
     """A decode worker of another layout gets no KV of these prefill workers, and nothing fails."""
     (port,) = choose_ports(1)
     redis = f"--redis-url={system.redis.url}"
-    other = Process("decode_svc", "other", port, "--worker-id=other", redis, "--block-size=32", "--num-kv-blocks=256")
+    other = Process(
+        "decode_svc", "other", port, "--worker-id=other", redis, "--kv-block-size=32", "--num-kv-blocks=256"
+    )
     other.start()
     try:
         other.until("ready")

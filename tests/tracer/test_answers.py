@@ -19,7 +19,7 @@ LONG = (PROMPT * 3)[:250]
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("chunk_size, block_size", [(16, 4), (16, 16), (64, 16), (512, 16), (512, 64), (64, 7)])
 async def test_handoff(transport, chunk_size, block_size):
-    async with cell(kv_transports=(transport,), chunk_size=chunk_size, block_size=block_size) as c:
+    async with cell(kv_transports=(transport,), chunk_size=chunk_size, kv_block_size=block_size) as c:
         for prompt in (LONG, PROMPT[:1], PROMPT[:block_size], PROMPT[: block_size + 1]):
             answer = await c.router.generate(attempt(prompt))
             assert answer.tokens == expected(prompt, 8)
@@ -32,7 +32,7 @@ async def test_handoff(transport, chunk_size, block_size):
 
 @pytest.mark.parametrize("chunk_size, block_size", [(16, 16), (64, 7), (512, 64)])
 async def test_mixed_worker(chunk_size, block_size):
-    async with cell(mixed=True, chunk_size=chunk_size, block_size=block_size) as c:
+    async with cell(mixed=True, chunk_size=chunk_size, kv_block_size=block_size) as c:
         for prompt in (LONG, PROMPT[:1], LONG):
             answer = await c.router.generate(attempt(prompt))
             assert answer.tokens == expected(prompt, 8)
@@ -210,7 +210,7 @@ async def test_many_at_once(transport):
 
 @pytest.mark.parametrize("mixed", [False, True])
 async def test_a_tiny_decode_pool_gives_back_and_the_next_attempt_goes_on_bit_exactly(mixed):
-    async with cell(mixed=mixed, decode={"num_kv_blocks": 56}, block_size=4, max_model_len=224) as c:
+    async with cell(mixed=mixed, decode={"num_kv_blocks": 56}, kv_block_size=4, max_model_len=224) as c:
         for _ in range(MIN_FINISHED):
             c.decode.role.scheduler._lengths.record(1)  # so that more is let in than there are blocks for
         counts = await asyncio.gather(*(serve(c, random.Random(number)) for number in range(48)))
@@ -228,7 +228,7 @@ async def test_two_that_almost_fill_the_pool_both_finish():
 
 
 async def test_pools_grow_to_what_a_prompt_needs():
-    async with cell(num_kv_blocks=2000, max_num_batched_tokens=2048, chunk_size=2048) as c:
+    async with cell(num_kv_blocks=2000, max_num_tokens=2048, chunk_size=2048) as c:
         prompt = (LONG * 20)[:5000]
         assert c.decode.parts.holdings.pool.num_total < c.decode.parts.holdings.num_blocks(5000)
         assert (await c.router.generate(attempt(prompt, max_tokens=2))).tokens == expected(prompt, 2)

@@ -195,7 +195,7 @@ class Poisoned:
 
 @pytest.mark.parametrize("mixed", [False, True])
 async def test_a_sequence_that_no_step_survives_fails_alone(mixed):
-    async with cell(mixed=mixed, chunk_size=16, max_num_batched_tokens=256) as c:
+    async with cell(mixed=mixed, chunk_size=16, max_num_tokens=256) as c:
         worker = c.decode if mixed else c.prefill
         worker.step_loop.runner = Poisoned(worker.step_loop.runner, 255)
         poison = attempt((*LONG[:100], 255))
@@ -216,7 +216,7 @@ async def test_a_sequence_that_no_step_survives_fails_alone(mixed):
 
 
 async def test_describe_and_watch():
-    async with cell(block_size=4) as c:
+    async with cell(kv_block_size=4) as c:
         for client, role in ((c.p, inference_pb2.WORKER_ROLE_PREFILL), (c.d, inference_pb2.WORKER_ROLE_DECODE)):
             described = await client.worker.Describe(worker_pb2.DescribeRequest(nonce="n"))
             assert (described.role, described.epoch, described.block_size) == (role, client.epoch, 4)

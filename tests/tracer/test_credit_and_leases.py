@@ -109,7 +109,7 @@ async def test_nothing_is_computed_before_a_reader_has_come():
 
 
 async def test_blocks_are_readable_before_the_prompt_is_done():
-    async with cell(chunk_size=64, max_num_batched_tokens=64) as c:
+    async with cell(chunk_size=64, max_num_tokens=64) as c:
         request = attempt(LONG)
         with gated(c.prefill) as gate:
             prefilling = await c.router.prefill(request)
@@ -153,7 +153,7 @@ async def test_the_bytes_fetched_are_the_kv_of_the_prompt():
 
 async def test_a_prompt_gets_all_blocks_or_none():
     """Two prompts of 6 blocks in a pool of 10: the second starts when the first is released."""
-    async with cell(prefill={"num_kv_blocks": 10}, chunk_size=16, max_num_batched_tokens=32, max_model_len=160) as c:
+    async with cell(prefill={"num_kv_blocks": 10}, chunk_size=16, max_num_tokens=32, max_model_len=160) as c:
         first, second = attempt(LONG[:90]), attempt(LONG[100:190])
         for request in (first, second):
             await c.router.prefill(request)

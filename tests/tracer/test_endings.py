@@ -82,7 +82,7 @@ async def stopped_at(c: Cell, phase: str) -> AsyncIterator[tuple[Any, Any, Gate 
 @pytest.mark.parametrize("close", ["both", "prefill first", "decode first"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_cancel_frees_everything_on_both_sides(phase, close, transport):
-    async with cell(chunk_size=16, max_num_batched_tokens=32, kv_transports=(transport,)) as c:
+    async with cell(chunk_size=16, max_num_tokens=32, kv_transports=(transport,)) as c:
         async with stopped_at(c, phase) as (prefilling, decoding, gate):
             calls = [call for call in (prefilling, decoding) if call is not None]
             if close == "decode first":
@@ -111,7 +111,7 @@ async def test_cancel_frees_everything_on_both_sides(phase, close, transport):
 
 
 async def test_cancel_at_decode_does_not_wait_for_the_owner():
-    async with cell(chunk_size=16, max_num_batched_tokens=32) as c:
+    async with cell(chunk_size=16, max_num_tokens=32) as c:
         async with stopped_at(c, "prefilling") as (prefilling, decoding, _):
             decoding.cancel()
             await balanced(c.decode)
@@ -122,7 +122,7 @@ async def test_cancel_at_decode_does_not_wait_for_the_owner():
 
 async def test_cancel_in_the_third_chunk_stops_before_the_fifth():
     """peers.md #11."""
-    async with cell(chunk_size=16, max_num_batched_tokens=32, num_kv_blocks=64) as c:
+    async with cell(chunk_size=16, max_num_tokens=32, num_kv_blocks=64) as c:
         prompt = (LONG * 3)[: 40 * 16]
         request = attempt(prompt)
         with gated(c.prefill) as gate:
@@ -140,7 +140,7 @@ async def test_cancel_in_the_third_chunk_stops_before_the_fifth():
 
 
 async def test_random_cancels_leave_nothing_and_others_are_exact():
-    async with cell(chunk_size=16, max_num_batched_tokens=64, decode={"num_kv_blocks": 128}, max_model_len=600) as c:
+    async with cell(chunk_size=16, max_num_tokens=64, decode={"num_kv_blocks": 128}, max_model_len=600) as c:
 
         async def one(number: int) -> None:
             choose = random.Random(number)
@@ -166,7 +166,7 @@ async def test_random_cancels_leave_nothing_and_others_are_exact():
 
 @pytest.mark.parametrize("num_outputs", [0, 1, 3])
 async def test_finish_at_a_stop_truncates_and_leaves_a_cache_that_is_right(num_outputs):
-    async with cell(decode={"block_size": 4}, prefill={"block_size": 4}) as c:
+    async with cell(decode={"kv_block_size": 4}, prefill={"kv_block_size": 4}) as c:
         request = attempt(max_tokens=100)
         with gated(c.decode) as gate:
             prefilling = await c.router.prefill(request)
@@ -188,7 +188,7 @@ async def test_finish_at_a_stop_truncates_and_leaves_a_cache_that_is_right(num_o
 
 
 async def test_finish_while_prefilling_here():
-    async with cell(mixed=True, chunk_size=16, max_num_batched_tokens=32) as c:
+    async with cell(mixed=True, chunk_size=16, max_num_tokens=32) as c:
         given = expected(PROMPT, 4)
         request = attempt(outputs=given, max_tokens=20)
         with gated(c.decode) as gate:

@@ -148,7 +148,7 @@ async def test_kv_that_is_not_attested_is_never_answered_from(lie):
 
 
 async def test_a_stream_that_ends_early_is_not_believed():
-    async with cell(kv_transports=("grpc",), chunk_size=16, max_num_batched_tokens=32) as c:
+    async with cell(kv_transports=("grpc",), chunk_size=16, max_num_tokens=32) as c:
         owner = FalseOwner(c)
         owner.num_frames = 1
         assert (await answer_through(c, owner)).outcome == KV_LOST
@@ -156,7 +156,7 @@ async def test_a_stream_that_ends_early_is_not_believed():
 
 
 async def test_an_owner_that_dies_between_frames():
-    async with cell(chunk_size=16, max_num_batched_tokens=32, kv_transports=("grpc",)) as c:
+    async with cell(chunk_size=16, max_num_tokens=32, kv_transports=("grpc",)) as c:
         request = attempt(LONG)
         with gated(c.prefill) as gate:
             prefilling = await c.router.prefill(request)
@@ -220,7 +220,7 @@ async def test_an_owner_that_starts_again_is_found_and_its_old_memory_let_go():
 
 
 async def test_layouts_that_differ_are_refused():
-    async with cell(prefill={"block_size": 8}) as c:
+    async with cell(prefill={"kv_block_size": 8}) as c:
         request = attempt()
         prefilling = await c.router.prefill(request)
         record = await c.router.decode(request, c.router.source())

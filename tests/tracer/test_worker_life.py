@@ -129,7 +129,7 @@ async def test_a_port_in_use_is_refused_and_leaves_nothing_running():
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 async def test_memory_that_runs_out_refuses_what_cannot_fit_and_serves_the_rest(role, monkeypatch):
     """The pool could grow by configuration; the system has no pages for it."""
-    async with cell(mixed=role == "mixed", num_kv_blocks=2000, max_num_batched_tokens=4096) as c:
+    async with cell(mixed=role == "mixed", num_kv_blocks=2000, max_num_tokens=4096) as c:
         full = c.prefill if role == "prefill" else c.decode
 
         def no_room(num_blocks: int) -> None:
@@ -153,7 +153,7 @@ async def test_memory_that_runs_out_refuses_what_cannot_fit_and_serves_the_rest(
 
 
 async def test_output_that_outgrows_such_a_pool_is_given_back():
-    async with cell(mixed=True, num_kv_blocks=2000, block_size=1, chunk_size=64) as c:
+    async with cell(mixed=True, num_kv_blocks=2000, kv_block_size=1, chunk_size=64) as c:
 
         def no_room(num_blocks: int) -> None:
             raise PoolMemoryFull("no room")
