@@ -130,7 +130,7 @@ def test_overload_counts_refusals_apart_from_failures() -> None:
     rows = rows_of(
         results(
             "overload", "--num-requests=8", "--max-concurrency=1", "--duration-s=1", "--prompt-tokens=16",
-            "--output-tokens=64", "--burstiness=0.2",
+            "--output-tokens=64", "--burstiness=0.2", "--slo=ttft:20",
         )
     )  # fmt: skip
     assert list(rows) == ["at-1x", "at-3x-accepted", "refused", "after"]
