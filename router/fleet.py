@@ -116,7 +116,7 @@ class Fleet:
                 except StoreUnavailable:
                     # Nobody else can say where a worker that is silent now will be heard again.
                     wanted |= self._links.keys()
-            for address in wanted - self._links.keys():
+            for address in sorted(wanted - self._links.keys()):
                 link = WorkerLink(address, self._router_id, self._silence_s, self._accepts, self._note_change)
                 self._links[address] = (link, asyncio.create_task(link.run()))
             for address in self._links.keys() - wanted:

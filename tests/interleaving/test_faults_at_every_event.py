@@ -1,0 +1,50 @@
+"""Each kind of fault before each event of a request, one at a time, and pairs of them by chance."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import grpc
+from injected_faults import Setting, single_faults
+from playing import Fault
+from whole_system import Ask, Size
+
+SHORT_LEASES = {"kv_lease_ttl_s": 0.5}
+BASE = Setting("two and two", size=Size(prefill=SHORT_LEASES, has_probes=False))
+DEEP = (
+    Setting("two and two, with probes", size=Size(prefill=SHORT_LEASES)),
+    Setting("a stop string in the first token", [Ask(num_tokens=4, stop=Ask().expected()[1][0])]),
+    Setting("a stop string in the second token", [Ask(num_tokens=4, stop=Ask().expected()[1][1])]),
+    Setting("decode alone", size=Size(num_prefill=0)),
+    Setting("one and one", size=Size(num_prefill=1, num_decode=1, prefill=SHORT_LEASES)),
+    Setting("two that share a prefix", [Ask(), Ask(b"abcdex", 3)], Size(num_prefill=1)),
+)
+NUM_PAIRS = 150
+
+
+def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_held(deep: bool) -> None:
+    for setting in (BASE, *(DEEP if deep else ())):
+        num_by_attempts = Counter(setting.play(fault).run().num_attempts for fault in single_faults(setting))
+        total = sum(num_by_attempts.values())
+        print(f"\n{setting.name}: {total} runs, by attempts of the answered ones: {dict(num_by_attempts)}")
+        assert num_by_attempts[2] > total // 8, "the faults have become too mild"
+
+
+def test_a_deadline_that_passes_anywhere_ends_everything() -> None:
+    setting = Setting("with a deadline", [Ask(timeout_s=1.0)], BASE.size)
+    for fault in single_faults(setting):
+        if fault.name == "a second is lost":
+            play = setting.play(fault)
+            play.run()
+            (reply,) = play.system.replies
+            assert reply.code is grpc.StatusCode.DEADLINE_EXCEEDED or reply.finish is not None
+
+
+def test_two_faults_at_once(deep: bool, first_seed: int) -> None:
+    draws, num_runs = random.Random(first_seed), 10 * NUM_PAIRS if deep else NUM_PAIRS
+    faults = [fault for fault in single_faults(BASE) if not fault.may_fail]
+    for _ in range(num_runs):
+        pair: list[Fault] = draws.sample(faults, 2)
+        BASE.play(*pair).run()
+    print(f"\n{num_runs} pairs out of {len(faults)} faults")
