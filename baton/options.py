@@ -51,6 +51,8 @@ class ServeConfig:
     kv_cache_gpu_mem_utilization: float = field(default=0.6, metadata=_in("Processes", min=0.01, max=0.95))
     """Part of this machine's memory, or of the container's if that is less, that the KV pools of all workers may grow
     to together."""
+    lend_cores: bool = field(default=True, metadata=_in("Processes"))
+    """Let a worker that has nothing to compute lend its cores to the others, until it has."""
 
     max_num_queued: int | None = field(default=None, metadata=_in("Routers", min=0))
     """Most requests that wait in a router while every seat is taken; what comes beyond is refused."""

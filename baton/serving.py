@@ -11,8 +11,10 @@ import contextlib
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from baton import metadata_server
@@ -20,6 +22,7 @@ from baton.options import ServeConfig
 from baton.progress import Progress
 from baton.supervisor import Change, StartFailed, Supervisor
 from baton.topology import LOOPBACK, Topology, choose_ports, plan_topology
+from engine.cores import create_board
 from runtime.rpc import wait_for_shutdown_signal
 
 
@@ -40,15 +43,19 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
     num_workers = config.num_prefill + config.num_decode + config.num_mixed
     redis_port, *ports = choose_ports(1 + num_workers + config.num_routers)
     redis_url = config.redis_url or f"redis://{LOOPBACK}:{redis_port}/0"
-    topology = plan_topology(config, redis_url, _usable_cpus(), ports, run_id=secrets.token_hex(3))
-    try:
-        if config.redis_url is None:
-            metadata_server.find_binary()
-            await supervisor.start([metadata_server.process_spec(redis_port)])
-        await supervisor.start(topology.processes)
-        yield RunningSystem(topology, supervisor)
-    finally:
-        await supervisor.stop()
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        core_board = Path(folder, "cores") if config.lend_cores and num_workers > 1 else None
+        if core_board is not None:
+            create_board(core_board, num_workers)
+        topology = plan_topology(config, redis_url, _usable_cpus(), ports, secrets.token_hex(3), core_board)
+        try:
+            if config.redis_url is None:
+                metadata_server.find_binary()
+                await supervisor.start([metadata_server.process_spec(redis_port)])
+            await supervisor.start(topology.processes)
+            yield RunningSystem(topology, supervisor)
+        finally:
+            await supervisor.stop()
 
 
 async def serve(config: ServeConfig, output: TextIO) -> int:

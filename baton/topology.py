@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from baton.options import ServeConfig, read_pool_options
@@ -71,12 +72,18 @@ class Topology:
 
 
 def plan_topology(
-    config: ServeConfig, redis_url: str, cpus: Iterable[int], ports: Iterable[int], run_id: str
+    config: ServeConfig,
+    redis_url: str,
+    cpus: Iterable[int],
+    ports: Iterable[int],
+    run_id: str,
+    core_board: Path | None = None,
 ) -> Topology:
     """Command lines for `config`.
 
     `cpus` are those this process may use; `ports` free ones, as many as there are workers, and routers if the port
-    is 0. `run_id` makes worker ids of this run unlike those of earlier ones that share a Redis.
+    is 0. `run_id` makes worker ids of this run unlike those of earlier ones that share a Redis. `core_board` is the
+    file on which workers lend each other cores, with a place for each of them.
     """
     free_ports = iter(ports)
     prefill_only: dict[str, Any] = read_pool_options("--prefill-options", config.prefill_options)
@@ -91,7 +98,12 @@ def plan_topology(
         port = next(free_ports)
         addresses[kind].append(format_address(LOOPBACK, port))
         pool_config = prefill_config if kind == "prefill" else decode_config
-        workers.append(_worker(pool_config, kind, f"{name}-{run_id}", name, port, redis_url, share))
+        spec = _worker(pool_config, kind, f"{name}-{run_id}", name, port, redis_url, share)
+        if core_board is not None and all(shares):
+            words = ",".join("+".join(map(str, sorted(each))) for each in shares)
+            lending = (f"--core-board={core_board}", f"--core-shares={words}", f"--core-slot={len(workers)}")
+            spec = replace(spec, argv=(*spec.argv, *lending))
+        workers.append(spec)
     shared_cpus = frozenset(cpu for spec in workers if spec.name.startswith("prefill") for cpu in spec.cpus)
     routers: list[ProcessSpec] = []
     public: list[str] = []

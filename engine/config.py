@@ -104,6 +104,12 @@ class WorkerConfig:
     """Part of the traces that begin here which are recorded; a caller's decision is followed."""
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=_in("Observability"))
     """Least severe records that are logged."""
+    core_board: Path | None = field(default=None, metadata=_in("Supervision", hidden=True))
+    """File on which the workers of this machine lend each other cores; see engine/cores.py."""
+    core_shares: tuple[str, ...] = field(default=(), metadata=_in("Supervision", hidden=True))
+    """CPUs of each of them, "0+1,2+3"."""
+    core_slot: int = field(default=0, metadata=_in("Supervision", hidden=True, min=0))
+    """Which of them this one is."""
     status_fd: int | None = field(default=None, metadata=_in("Supervision", hidden=True))
     """Inherited descriptor on which this process reports its state."""
 

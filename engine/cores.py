@@ -57,11 +57,13 @@ class CoreBoard:
         """Says that this worker is busy, and answers the CPUs it may use until `end_step`."""
         self._busy_until_s[self._slot] = math.inf
         idle_since_s = self._clock() - LINGER_S
-        cpus = set(self._shares[self._slot])
+        own = self._shares[self._slot]
+        lent, needed = set[int](), set[int]()
         for slot, share in enumerate(self._shares):
-            if slot != self._slot and self._busy_until_s[slot] < idle_since_s:
-                cpus |= share
-        return frozenset(cpus)
+            if slot != self._slot:
+                (lent if self._busy_until_s[slot] < idle_since_s else needed).update(share)
+        # Workers may share CPUs: one of them at work is enough to keep them.
+        return own | (lent - needed)
 
     def end_step(self) -> None:
         """Says that no step runs here now."""

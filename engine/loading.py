@@ -45,6 +45,10 @@ class ModelParts(ABC):
         """How its KV is laid out."""
 
     @abstractmethod
+    def set_num_threads(self, count: int) -> None:
+        """How many cores the steps use from now on; called by the thread that runs them."""
+
+    @abstractmethod
     def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
         """Reads the weights; blocks, so call it from a thread. `progress` is told the part done, 0 to 1."""
 
@@ -70,6 +74,9 @@ class _Tracer(ModelParts):
     def layout(self, block_size: int) -> KVLayout:
         return tracer.layout(block_size)
 
+    def set_num_threads(self, count: int) -> None:
+        """It has no use for them."""
+
     def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
         return tracer.TracerRunner(memory, layout)
 
@@ -86,14 +93,18 @@ def _open_checkpoint(model: str, dtype: str, served_model_name: str | None) -> M
         def layout(self, block_size: int) -> KVLayout:
             return spec.kv_layout(block_size)
 
-        def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
+        def set_num_threads(self, count: int) -> None:
             import torch
+
+            torch.set_num_threads(count)
+
+        def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
 
             from kernels import load_ops
             from kvstore.cache import KVCache
 
             # One thread a core that this process may use: more would fight each other and the other workers.
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            self.set_num_threads(len(os.sched_getaffinity(0)))
             ops = load_ops("cpu")
             decoder = model_runner.load_model(checkpoint, spec, ops, progress)
             return model_runner.ModelRunner(decoder, ops, KVCache(memory))

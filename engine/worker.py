@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import WorkerConfig
+from engine.cores import CoreBoard, LendingRunner
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
 from engine.scheduling import Limits, Scheduler
@@ -164,6 +165,11 @@ class Worker:
             runner = await asyncio.to_thread(
                 model.load, memory, layout, lambda done: self._status.loading(done, "weights")
             )
+            if config.core_board is not None:
+                shares = [frozenset(map(int, share.split("+"))) for share in config.core_shares]
+                board = CoreBoard(config.core_board, config.core_slot, shares)
+                stack.callback(board.close)
+                runner = LendingRunner(runner, board, model.set_num_threads)
             parts = self._build_parts(model, layout, epoch, memory)
             stack.callback(parts.telemetry.shut_down)
             role = self._make_role(parts)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fake_router import FakeRouter
@@ -233,6 +234,19 @@ def test_cpus_are_split_between_pools_then_workers(
     cpus: list[int], num_prefill: int, num_decode: int, expected: list[set[int]]
 ) -> None:
     assert split_cpus(cpus, num_prefill, num_decode) == expected
+
+
+def test_workers_that_own_cpus_share_a_board() -> None:
+    config, board = ServeConfig("tracer", num_mixed=1), Path("/run/cores")
+    for cpus, expected in ((range(4), {"prefill-0": 0, "decode-0": 1, "mixed-0": 2}), (range(1), {})):
+        topology = plan_topology(config, "redis://127.0.0.1:7/0", cpus, iter(range(101, 200)), "run", board)
+        slots = {}
+        for spec in topology.processes[1:]:
+            loaded = configuration.load(WorkerConfig, spec.argv[4:], prog="p", description="d", env={})
+            if loaded.core_board is not None:
+                assert (loaded.core_board, loaded.core_shares) == (board, ("0+1", "2", "3"))
+                slots[spec.name] = loaded.core_slot
+        assert slots == expected
 
 
 def test_chosen_ports_differ_and_are_outside_the_range_of_outgoing_connections() -> None:

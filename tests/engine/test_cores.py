@@ -60,6 +60,20 @@ def test_between_two_steps_nothing_is_lent(boards: list[CoreBoard], clock: Clock
     assert boards[0].begin_step() == {0, 1, 2, 3}
 
 
+def test_what_two_workers_own_is_lent_when_both_are_idle(tmp_path: Path, clock: Clock) -> None:
+    shares = (frozenset({0}), frozenset({1}), frozenset({1}))
+    create_board(tmp_path / "board", 3)
+    boards = [CoreBoard(tmp_path / "board", slot, shares, clock) for slot in range(3)]
+    clock.now_s += 1
+    boards[1].begin_step()
+    assert boards[0].begin_step() == {0}
+    assert boards[2].begin_step() == {1}, "its own, even so"
+    for board in boards[1:]:
+        board.end_step()
+    clock.now_s += 1
+    assert boards[0].begin_step() == {0, 1}
+
+
 def test_a_new_worker_in_the_place_of_one_that_was_killed_within_a_step_lends(
     boards: list[CoreBoard], clock: Clock, tmp_path: Path
 ) -> None:
