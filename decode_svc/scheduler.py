@@ -14,8 +14,8 @@ nothing are bounded for each source: they are blocks lent to a prefilling worker
 
 With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
 admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
-of prompts computed here are cut likewise, but to no less than a block a step: a prompt of n blocks takes n steps with
-chunks at most, and a step exceeds the target by at most what that block and the running sequences take.
+of prompts computed here are cut likewise, but to no less than a block a step: prompts of n blocks together take n steps
+at most, and no step exceeds the target by more than that block, where the running sequences alone keep within it.
 
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
 runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
