@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from engine.holdings import Holdings, Prospect
@@ -22,7 +24,7 @@ from engine.sequence import Sequence
 from engine.step_time import StepLoad, StepTimes
 
 
-class Future(NamedTuple):
+class Future(NamedTuple):  # not a dataclass: one is made for each that runs, at every plan that something waits for
     """What is expected of a sequence. Sorted, the one that ends last comes first."""
 
     negative_steps: int
@@ -41,11 +43,14 @@ class Forecast:
     def __init__(self, block_size: int, futures: list[Future]) -> None:
         self._block_size = block_size
         self._futures = sorted(futures)
-        self.num_tokens = sum(future.num_tokens for future in futures)
+        columns = zip(*futures, strict=True) if futures else ((), (), (), ())
+        negative_steps, num_tokens, num_borrowed, num_own = map(sum, columns)
+        self.num_tokens = num_tokens
         """Tokens of all of them now: the context that a step reads."""
-        self.num_own = sum(future.num_own for future in futures)
+        self.num_own = num_own
         """Blocks that they hold and will give back."""
-        self._num_final = sum(self._num_at_end(future) for future in futures)
+        self._num_at_ends = num_tokens - negative_steps  # tokens, each counted at its end
+        self._num_borrowed = num_borrowed
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -55,30 +60,32 @@ class Forecast:
         insort(self._futures, future)
         self.num_tokens += future.num_tokens
         self.num_own += future.num_own
-        self._num_final += self._num_at_end(future)
+        self._num_at_ends += future.num_tokens - future.negative_steps
+        self._num_borrowed += future.num_borrowed
 
     def fits(self, newcomer: Future, num_blocks: int) -> bool:
         """Whether these and a newcomer never hold more than `num_blocks` blocks of their own at once."""
-        if self._num_final + self._num_at_end(newcomer) <= num_blocks:
+        num_at_ends = self._num_at_ends + newcomer.num_tokens - newcomer.negative_steps
+        num_begun = len(self._futures) + 1 - self._num_borrowed - newcomer.num_borrowed
+        if num_at_ends // self._block_size + num_begun <= num_blocks:
             return True  # not even if none gave anything back
         futures = self._futures.copy()
         insort(futures, newcomer)
         return self._peak(futures) <= num_blocks
 
-    def _num_at_end(self, future: Future) -> int:
-        # The last token is sampled and never computed: its KV needs no slot.
-        return -(-(future.num_tokens - future.negative_steps - 1) // self._block_size) - future.num_borrowed
-
     def _peak(self, futures: list[Future]) -> int:
-        """After s steps those that have not ended hold ceil((n + s - 1) / b) blocks each. With a = n - 1 + b - 1 that
-        is a // b + s // b, and one more where the remainders of a and s add up to b: counted by remainder, for all."""
+        """After s steps those that have not ended hold ceil((n + s - 1) / b) blocks each: the last token is sampled and
+        never computed. With a = n - 1 + b - 1 that is a // b + s // b, and one more where the remainders of a and s
+        add up to b: counted by remainder, for all at once."""
         size = self._block_size
         by_remainder = [0] * size
-        most = base = 0
-        for count, (negative_steps, num_tokens, num_borrowed, _) in enumerate(futures, 1):
-            whole, remainder = divmod(num_tokens + size - 2, size)
-            base += whole - num_borrowed
-            by_remainder[remainder] += 1
+        most = base = count = 0
+        for negative_steps, ending in groupby(futures, itemgetter(0)):
+            for _, num_tokens, num_borrowed, _ in ending:
+                whole, remainder = divmod(num_tokens + size - 2, size)
+                base += whole - num_borrowed
+                by_remainder[remainder] += 1
+                count += 1
             steps_whole, steps_remainder = divmod(-negative_steps, size)
             held = base + count * steps_whole + sum(by_remainder[size - steps_remainder :])
             most = max(most, held)
@@ -102,23 +109,29 @@ class Outlook:
 
     def future(self, sequence: Sequence, num_shared: int | None = None) -> Future:
         """Of one that holds blocks, or of one that waits and would share so many."""
-        sampling, num_outputs = sequence.request.sampling, sequence.num_outputs
-        most = min(sampling.max_tokens - num_outputs, self._limits.max_model_len - sequence.num_tokens)
-        steps = max(1, most) if sampling.ignore_eos else self._lengths.expected_more(num_outputs, most)
+        request, num_tokens = sequence.request, len(sequence.token_ids)
+        num_outputs = num_tokens - len(request.prompt_token_ids)
+        most = min(request.sampling.max_tokens - num_outputs, self._limits.max_model_len - num_tokens)
+        steps = self._lengths.expected_more(num_outputs, most)
         num_borrowed = sequence.num_borrowed if num_shared is None else num_shared
-        num_own = max(0, len(sequence.block_table) - num_borrowed)
-        return Future(-steps, sequence.num_tokens, num_borrowed, num_own)
+        return Future(-steps, num_tokens, num_borrowed, max(0, len(sequence.block_table) - num_borrowed))
 
-    def can_carry(self, sequence: Sequence, prospect: Prospect, others: Forecast, has_place: bool) -> bool:
-        """Whether the pool can carry it to its expected end, beside others to theirs, and their steps too unless it has
-        a place in them. Alone it may always try."""
+    def has_blocks_for(self, sequence: Sequence, prospect: Prospect, others: Forecast) -> bool:
+        """Whether the pool can carry it to its expected end, beside others to theirs. Alone it may always try."""
         if not others:
             return True
-        if not has_place and not self._is_step_within_target(sequence, others):
-            return False
         # What is held and given back by none of them at its end is shared: it is counted as kept.
         num_blocks = self._holdings.max_blocks - (prospect.num_held - others.num_own)
         return others.fits(self.future(sequence, prospect.num_shared), num_blocks)
+
+    def is_step_within_target(self, sequence: Sequence, others: Forecast) -> bool:
+        """Whether it may decode beside others; where the batch is full it takes a place of theirs. Alone it may."""
+        target_ms, num_others = self._limits.target_step_ms, len(others)
+        if target_ms is None or self._step_times is None or not 0 < num_others < self._limits.batch_size:
+            return True
+        load = StepLoad(num_others + 1, others.num_tokens + sequence.num_tokens)
+        predicted_ms = self._step_times.predict_ms(load)
+        return predicted_ms is None or predicted_ms <= target_ms
 
     def max_tokens(self, plan: Plan, first: Sequence) -> int:
         """Tokens that a step with these decode rows may hold together with chunks of prompts, the first of them."""
@@ -129,12 +142,3 @@ class Outlook:
         left = most - plan.num_tokens
         within = self._step_times.num_prompt_tokens_within(target_ms, rows, first.num_computed, left)
         return plan.num_tokens + min(left, max(within, self._holdings.block_size))
-
-    def _is_step_within_target(self, sequence: Sequence, others: Forecast) -> bool:
-        """Whether it may decode beside others; where the batch is full it takes a place of theirs."""
-        target_ms, num_others = self._limits.target_step_ms, len(others)
-        if target_ms is None or self._step_times is None or num_others >= self._limits.batch_size:
-            return True
-        load = StepLoad(num_others + 1, others.num_tokens + sequence.num_tokens)
-        predicted_ms = self._step_times.predict_ms(load)
-        return predicted_ms is None or predicted_ms <= target_ms

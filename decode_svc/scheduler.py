@@ -14,8 +14,8 @@ nothing are bounded for each source: they are blocks lent to a prefilling worker
 
 With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
 admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
-of prompts computed here are cut likewise, but to no less than a block a step: a prompt of n blocks takes n steps with
-chunks at most, and a step exceeds the target by at most what that block and the running sequences take.
+of prompts computed here are cut likewise, but to no less than a block a step: prompts of n blocks together take n steps
+at most, and no step exceeds the target by more than that block, where the running sequences alone keep within it.
 
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
 runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
@@ -54,6 +54,7 @@ class DecodeScheduler:
         self._lengths = lengths or OutputLengths(limits.output_length_quantile, least_tokens=holdings.block_size)
         self._outlook = Outlook(holdings, limits, self._lengths, self.step_times)
         self._forecast: Forecast | None = None  # of what holds blocks now; made when something waits for them
+        self._refusal: tuple[Sequence, int, int] | None = None  # for whom blocks were short, and when nothing changed
         self._max_reserved_tokens = max_reserved_tokens
         self._waiting = RankedQueue(limits.ageing_s)
         self._prefilling = RankedQueue(limits.ageing_s)
@@ -181,8 +182,7 @@ class DecodeScheduler:
             self._decoding.add(sequence)
             sequence.move(State.DECODING)
         if sequence.check_finished(self.limits.eos_token_ids, self.limits.max_model_len):
-            if not sequence.request.sampling.ignore_eos:
-                self._lengths.record(sequence.num_outputs)
+            self._lengths.record(sequence.num_outputs)
             self.end(sequence, State.FINISHED)
         return token
 
@@ -298,9 +298,15 @@ class DecodeScheduler:
         prospect = self.holdings.prospect(sequence, max_cached)
         if not prospect.has_room_for(self.holdings.num_blocks(num_tokens)):
             return False
+        refusal = sequence, self.holdings.num_given_back, self.holdings.max_blocks
+        if refusal == self._refusal:
+            return False  # nobody has ended since: all hold as much as then, or more
         if self._forecast is None:
             self._forecast = self._outlook.forecast(self._holders())
-        if not self._outlook.can_carry(sequence, prospect, self._forecast, has_place):
+        if not has_place and not self._outlook.is_step_within_target(sequence, self._forecast):
+            return False
+        if not self._outlook.has_blocks_for(sequence, prospect, self._forecast):
+            self._refusal = refusal
             return False
         is_admitted = self.holdings.admit(sequence, num_tokens, max_cached)
         assert is_admitted, "its blocks are available"
@@ -346,7 +352,7 @@ class DecodeScheduler:
         if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens + 1)):
             return False
         forecast = self._outlook.forecast(holder for holder in self._holders() if holder not in victims)
-        return self._outlook.can_carry(sequence, prospect, forecast, has_place=True)
+        return self._outlook.has_blocks_for(sequence, prospect, forecast)
 
     def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
         if source is None:

@@ -44,6 +44,8 @@ class Holdings:
         self.block_size = block_size
         self.max_blocks = pool.ceiling
         """Blocks the pool can have; lowered for a while when the system turns out to have no memory for the rest."""
+        self.num_given_back = 0
+        """Tables given back so far."""
         self.usual_blocks = 0.0
         """Blocks that sequences which finished have held, on average over the last ones; 0 before any has."""
         self._hasher = hasher
@@ -130,6 +132,7 @@ class Holdings:
         """Gives the blocks back, at once or when the last pin goes. Repeating it does nothing."""
         if sequence.num_pins == 0 and sequence in self._holders:
             self._holders.remove(sequence)
+            self.num_given_back += 1
             if sequence.state is State.FINISHED:
                 weight = LEARNING if self.usual_blocks else 1.0
                 self.usual_blocks += weight * (len(sequence.block_table) - self.usual_blocks)

@@ -4,7 +4,8 @@ Owns the lengths of the last `WINDOW` finished answers. Of a sequence it expects
 longer than it is now, but looks no further ahead than the quantile 1 - q of all of them: so long nearly all that run
 will go on, and later enough of them have ended. A forecast that goes further keeps blocks free for growth that others
 give back in time; one that counts on earlier ends has to evict. Decides nothing: decode's admission sums these up
-(`decode_svc.outlook`). An answer that ended at its max_tokens counts like one that ended by itself.
+(`decode_svc.outlook`). An answer that ended at its max_tokens counts like one that ended by itself; max_tokens itself
+is no expectation, it only bounds one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class OutputLengths:
         self._least_tokens = least_tokens
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._horizon = 0  # how far one looks ahead, once there is enough to go by
 
     def record(self, num_outputs: int) -> None:
         """An answer has ended with so many tokens."""
@@ -40,17 +42,16 @@ class OutputLengths:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(num_outputs)
         insort(self._sorted, num_outputs)
+        if len(self._sorted) >= MIN_FINISHED:
+            self._horizon = self._sorted[max(1, ceil((1 - self._quantile) * len(self._sorted))) - 1]
 
     def expected_more(self, num_outputs: int, most: int) -> int:
         """Tokens still to come, from 1 to `most`, of an answer that has `num_outputs`."""
-        more, num_finished = self._prior_tokens, len(self._sorted)
-        if num_finished >= MIN_FINISHED:
+        more, horizon = self._prior_tokens, self._horizon
+        if horizon:
             num_shorter = bisect_right(self._sorted, num_outputs)
-            if num_shorter < num_finished:
-                more = self._of(self._quantile, num_shorter) - num_outputs
-            more = min(more, self._of(1 - self._quantile, 0))
+            num_longer = len(self._sorted) - num_shorter
+            if num_longer:
+                more = self._sorted[num_shorter + max(1, ceil(self._quantile * num_longer)) - 1] - num_outputs
+            more = min(more, horizon)
         return max(1, min(max(more, self._least_tokens), most))
-
-    def _of(self, quantile: float, first: int) -> int:
-        """The least length that this part of the lengths from the index `first` on does not exceed."""
-        return self._sorted[first + max(1, ceil(quantile * (len(self._sorted) - first))) - 1]

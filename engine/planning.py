@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.batch import Batch, SampleRow
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):  # not a dataclass: one is made for each sequence at every step
     """A sequence's part in a step."""
 
     sequence: Sequence

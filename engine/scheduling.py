@@ -8,7 +8,7 @@ are not returned: `Sequence.move` tells the observer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.holdings import Holdings
 from engine.lengths import QUANTILE
@@ -57,8 +57,7 @@ class Limits:
         return min(self.max_num_seqs, self.max_batch_size or self.max_num_seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):  # not a dataclass: one is made for each sequence at every step
     """A token to report to the router."""
 
     sequence: Sequence

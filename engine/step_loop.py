@@ -23,6 +23,8 @@ from kvstore.memory import PoolMemory, PoolMemoryFull
 
 LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
+MAX_USUAL_GROWTH_BLOCKS = 256
+"""Most blocks to grow by where fewer are missing: no step should wait long for pages to be cleared."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
 
@@ -135,7 +137,8 @@ class StepLoop:
         if limits.expected_sequence_tokens is not None:
             usual = holdings.num_blocks(limits.expected_sequence_tokens)
         num_total = holdings.pool.num_total
-        return max(MIN_GROWTH_BLOCKS, min(num_total // 2, int(limits.max_num_seqs * usual) - num_total))
+        num_usual_more = int(limits.max_num_seqs * usual) - num_total
+        return max(MIN_GROWTH_BLOCKS, min(num_total // 2, num_usual_more, MAX_USUAL_GROWTH_BLOCKS))
 
     async def _commit_memory(self, num_blocks: int) -> bool:
         try:

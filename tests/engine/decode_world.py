@@ -207,7 +207,15 @@ class DecodeWorld(World):
             names.pool(),
             self.num_faults_left,
             self.scheduler._num_places_given * self.limits.is_static,
+            self._refused(),
         )
+
+    def _refused(self) -> Hashable:
+        """Whom the scheduler would refuse again without looking."""
+        refusal = self.scheduler._refusal
+        if refusal is None or refusal[1] != self.holdings.num_given_back:
+            return None
+        return self.attempts.index(refusal[0]) if refusal[0] in self.attempts else None
 
     def check(self) -> None:
         live = self.scheduler.live()

@@ -49,9 +49,9 @@ class FixedReserve(ShareGPT):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.scheduler._outlook.can_carry = self.can_carry  # type: ignore[method-assign]
+        self.scheduler._outlook.has_blocks_for = self.has_blocks_for  # type: ignore[method-assign]
 
-    def can_carry(self, sequence: Sequence, prospect: Prospect, others: Forecast, has_place: bool) -> bool:
+    def has_blocks_for(self, sequence: Sequence, prospect: Prospect, others: Forecast) -> bool:
         num_needed = self.scheduler.holdings.num_blocks(sequence.num_tokens + 1) - prospect.num_shared
         return num_needed + len(self.scheduler._decoding) <= prospect.num_available
 

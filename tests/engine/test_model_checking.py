@@ -138,6 +138,32 @@ def test_an_exploration_finds_blocks_that_leak():
         explore(world, MAX_STATES)
 
 
+class OneMsEach:
+    """Step times that are known: a millisecond for each sequence, one for each token of a prompt."""
+
+    def predict_ms(self, load):
+        return load.num_sequences + load.num_prompt_tokens
+
+    def num_prompt_tokens_within(self, target_ms, load, num_computed, most):
+        return max(0, min(most, int(target_ms) - load.num_sequences))
+
+
+class Paced(DecodeWorld):
+    """Keeps steps within a target."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.scheduler.step_times = self.scheduler._outlook._step_times = OneMsEach()
+
+
+@pytest.mark.parametrize("target_ms", [0.5, 2.0])
+@pytest.mark.parametrize("case", ["a high class lacks a seat", "a shared prefix", "two that outgrow the pool together"])
+def test_decode_with_a_target_for_its_steps_whatever_the_order(case, target_ms):
+    num_blocks, asked, options = DECODE[case]
+    world = Paced(num_blocks, asked, **{"max_num_seqs": 3, **options, "target_step_ms": target_ms})
+    assert explore(world, MAX_STATES).num_states > 50, "too few for what the case is about"
+
+
 class Forgetful(DecodeWorld):
     """Does not send again what was lost."""
 

@@ -145,18 +145,19 @@ async def test_memory_that_was_refused_is_asked_for_again_after_a_while():
 
 
 @pytest.mark.parametrize(
-    "limits, num_blocks",
+    "start, limits, num_blocks",
     [
-        ({"max_num_seqs": 100, "expected_sequence_tokens": 40}, 450),  # half of 300 more, of 1000 expected
-        ({"max_num_seqs": 100, "expected_sequence_tokens": 16}, 400),  # all that is expected
-        ({"max_num_seqs": 100, "expected_sequence_tokens": 12}, 364),  # more than expected: by what growth is at least
-        ({"max_num_seqs": 40}, 364),  # nothing is known
+        (300, {"max_num_seqs": 100, "expected_sequence_tokens": 40}, 450),  # half of 300 more, of 1000 expected
+        (600, {"max_num_seqs": 100, "expected_sequence_tokens": 40}, 856),  # as many as take no long time
+        (300, {"max_num_seqs": 100, "expected_sequence_tokens": 16}, 400),  # all that is expected
+        (300, {"max_num_seqs": 100, "expected_sequence_tokens": 12}, 364),  # more than expected: the least growth
+        (300, {"max_num_seqs": 40}, 364),  # nothing is known
     ],
 )
-async def test_the_pool_grows_in_large_steps_up_to_what_is_usual(limits, num_blocks):
-    worker = Worker(300, 5000, MemoryOf(5000), **limits)
+async def test_the_pool_grows_in_large_steps_up_to_what_is_usual(start, limits, num_blocks):
+    worker = Worker(start, 5000, MemoryOf(5000), **limits)
     async with worker.running():
-        sequence = worker.add(4 * 301, first=100, max_tokens=1)
+        sequence = worker.add(4 * start + 4, first=100, max_tokens=1)
         await worker.until(lambda: sequence.is_over)
     assert worker.holdings.pool.num_total == num_blocks
 

@@ -305,15 +305,6 @@ def test_admission_counts_on_memory_that_could_be_had():
     assert other.state is State.DECODING
 
 
-def test_an_answer_that_ignores_its_end_is_expected_to_use_all_it_may():
-    d = Decode(num_blocks=5, expected=1)
-    d.add(3, first=100, max_tokens=12, ignore_eos=True)
-    d.step()
-    other = d.add(7, first=200, max_tokens=12, ignore_eos=True)
-    d.step()
-    assert other.state is State.QUEUED
-
-
 def test_those_that_rank_behind_the_batch_pause_with_their_kv():
     d = Decode(max_batch_size=2)
     a, b, low = d.add(3, first=100), d.add(3, first=200), d.add(3, first=300, priority=Priority.LOW)
