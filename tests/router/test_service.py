@@ -178,7 +178,7 @@ for call in calls:
 
 
 async def test_a_client_process_that_is_killed_leaves_nothing() -> None:
-    async with cluster(worker={"num_kv_blocks": 8 * 192}) as c:  # room for all eight to their known ends
+    async with cluster() as c:
         client = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CLIENT, c.router.address, stdout=asyncio.subprocess.PIPE
         )
