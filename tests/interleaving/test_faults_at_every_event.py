@@ -6,13 +6,14 @@ import random
 from collections import Counter
 
 import grpc
-from injected_faults import Setting, single_faults
+from injected_faults import TIGHT, Setting, late_jobs, single_faults
 from playing import Fault
 from whole_system import Ask, Size
 
 SHORT_LEASES = {"kv_lease_ttl_s": 0.5}
 BASE = Setting("two and two", size=Size(prefill=SHORT_LEASES, has_probes=False))
 DEEP = (
+    TIGHT,
     Setting("two and two, with probes", size=Size(prefill=SHORT_LEASES)),
     Setting("a stop string in the first token", [Ask(num_tokens=4, stop=Ask().expected()[1][0])]),
     Setting("a stop string in the second token", [Ask(num_tokens=4, stop=Ask().expected()[1][1])]),
@@ -29,6 +30,15 @@ def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_hel
         total = sum(num_by_attempts.values())
         print(f"\n{setting.name}: {total} runs, by attempts of the answered ones: {dict(num_by_attempts)}")
         assert num_by_attempts[2] > total // 8, "the faults have become too mild"
+
+
+def test_a_thread_that_is_late_writes_into_nobody_elses_blocks(deep: bool) -> None:
+    num_runs = 0
+    for fault in late_jobs(TIGHT, step=1 if deep else 4):
+        TIGHT.play(fault).run()
+        num_runs += 1
+    print(f"\n{TIGHT.name}: {num_runs} runs")
+    assert num_runs > 0
 
 
 def test_a_deadline_that_passes_anywhere_ends_everything() -> None:
