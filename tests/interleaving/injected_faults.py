@@ -185,10 +185,12 @@ class Setting:
     """The requests."""
     size: Size = field(default_factory=Size)
     """The system."""
+    counts_start: bool = False
+    """See `Play`."""
 
     def play(self, *faults: Fault, **options: Any) -> Play:
         """One run."""
-        return Play(self.asks, faults=faults, size=self.size, **options)
+        return Play(self.asks, faults=faults, size=self.size, counts_start=self.counts_start, **options)
 
 
 TIGHT = Setting(

@@ -103,6 +103,8 @@ class Play:
     """Whether one more request must be served when all is over."""
     on_network: Callable[[Network], None] = lambda _: None
     """Told of the network before anything is on its way."""
+    counts_start: bool = False
+    """Whether events are counted, and faults strike, from the first one on: while workers are found and proved."""
     num_events: int = 0
     """Counted so far."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
@@ -145,8 +147,11 @@ class Play:
 
     async def _play(self) -> Record:
         system = self.system = System(self.network, self.size)
+        started_s = self._loop.time()
+        self._is_counting, self._limit_s = self.counts_start, started_s + LIMIT_S
         await system.start()
-        self._is_counting, started_s = True, self._loop.time()
+        if not self.counts_start:
+            self._is_counting, started_s = True, self._loop.time()
         self._limit_s = self._loop.time() + LIMIT_S
         replies = await asyncio.gather(*(system.ask(ask) for ask in self.asks))
         await self._until_nothing_is_held()

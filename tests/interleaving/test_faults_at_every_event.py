@@ -22,6 +22,7 @@ DEEP = (
     Setting("two that share a prefix", [Ask(), Ask(b"abcdex", 3)], Size(num_prefill=1)),
 )
 NUM_PAIRS = 150
+NUM_STARTS = 100
 
 
 def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_held(deep: bool) -> None:
@@ -49,6 +50,17 @@ def test_a_deadline_that_passes_anywhere_ends_everything() -> None:
             play.run()
             (reply,) = play.system.replies
             assert reply.code is grpc.StatusCode.DEADLINE_EXCEEDED or reply.finish is not None
+
+
+def test_a_fault_while_workers_are_found_and_proved(deep: bool, first_seed: int) -> None:
+    setting = Setting("from the start", size=Size(prefill=SHORT_LEASES), counts_start=True)
+    # A worker whose threads fail while it starts does not start, and says so.
+    spared = ("for good", "fails")
+    faults = [each for each in single_faults(setting) if not (each.may_fail or each.name.endswith(spared))]
+    num_runs = 10 * NUM_STARTS if deep else NUM_STARTS
+    for fault in random.Random(first_seed).sample(faults, num_runs):
+        setting.play(fault).run()
+    print(f"\n{setting.name}: {num_runs} out of {len(faults)} faults")
 
 
 def test_two_faults_at_once(deep: bool, first_seed: int) -> None:
