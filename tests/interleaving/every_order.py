@@ -170,19 +170,20 @@ class Wandering:
 
     draws: random.Random
     """Where chance comes from."""
-    late_odds: float = 0.01
+    late_odds: float
     """How often time passes while something could arrive."""
-    interrupt_odds: float = 0.2
+    interrupt_odds: float
     """How often something arrives while callbacks are ready."""
-    max_late_s: float = field(default=5.0)
-    """Time that may pass so; more would look like a network that is down."""
-    _late_s: float = 0.0
+    slow_thread_odds: float
+    """How often what threads do waits for messages that can arrive."""
 
     def choose(self, lanes: list[Lane]) -> Lane | None:
         """See `playing.Chooser`."""
         if self.draws.random() < self.late_odds:
-            return None
-        return self.draws.choice(lanes)
+            # Reports of load share the connection of what they report about: they are not later than all else.
+            return next((lane for lane in lanes if lane.key[2] == "Worker/Watch"), None)
+        messages = [lane for lane in lanes if lane.call is not None]
+        return self.draws.choice(messages if messages and self.draws.random() < self.slow_thread_odds else lanes)
 
     def interrupts(self) -> bool:
         """See `playing.Chooser`."""

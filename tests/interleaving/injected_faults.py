@@ -36,6 +36,9 @@ LIES: dict[str, dict[str, Callable[[Any], Any]]] = {
 MESSAGES = {"KVTransfer/Fetch": worker_pb2.FetchResponse, "KVTransfer/Release": worker_pb2.ReleaseResponse}
 
 
+MAX_LATE_EVENTS = 24
+
+
 class InjectedError(RuntimeError):
     """A job of a thread failed because a test wanted it to."""
 
@@ -151,6 +154,20 @@ class _Baseline:
         return False
 
 
+def cancel_first(system: System, lane: Lane) -> None:
+    """The first client goes away."""
+    reply = system.replies[0]
+    if reply.call is not None:
+        system.client.do(reply.call.cancel)
+
+
+def be_late(num_events: int, then: Strike, system: System, lane: Lane) -> None:
+    """What a thread would do next it does so many events later; meanwhile something else goes wrong."""
+    if lane.call is None:
+        system.network.overtake(lane, num_events)
+    then(system, lane)
+
+
 def all_decodes_die(system: System, lane: Lane) -> None:
     """No decode worker is left, and none comes again."""
     for name in system.worker_names:
@@ -168,18 +185,36 @@ class Setting:
     """The requests."""
     size: Size = field(default_factory=Size)
     """The system."""
+    counts_start: bool = False
+    """See `Play`."""
 
     def play(self, *faults: Fault, **options: Any) -> Play:
         """One run."""
-        return Play(self.asks, faults=faults, size=self.size, **options)
+        return Play(self.asks, faults=faults, size=self.size, counts_start=self.counts_start, **options)
+
+
+TIGHT = Setting(
+    "two for the blocks of one",
+    [Ask(num_tokens=3), Ask(b"vwxyz", 3)],
+    Size(1, 1, decode={"num_kv_blocks": 4}, has_probes=False),
+)
+
+
+def late_jobs(setting: Setting, step: int) -> Iterator[Fault]:
+    """Each job of a worker's thread late by 1, 1 + `step`, ... events, while its request goes or is given back."""
+    _, baseline = _play_baseline(setting)
+    for index, (name, _, is_job) in enumerate(baseline.arrivals):
+        if is_job and name != "router":
+            for num_events in range(1, MAX_LATE_EVENTS, step):
+                text = f"a job of {name} is late by {num_events} events"
+                goes, is_evicted = (partial(be_late, num_events, each) for each in (cancel_first, partial(evict, name)))
+                yield Fault(f"{text} and its client goes", index, goes, may_fail=True)
+                yield Fault(f"{text} and all is given back", index, is_evicted)
 
 
 def single_faults(setting: Setting) -> Iterator[Fault]:
     """One fault at a time, of every kind and everywhere."""
-    baseline = _Baseline()
-    play = setting.play(chooser=baseline)
-    baseline.play = play
-    play.run()
+    play, baseline = _play_baseline(setting)
     used = {event[1] for event in play.events if event[2] in ("Prefill/Run", "Decode/Run")}
     for index, (method, can_lie, is_job) in enumerate(baseline.arrivals):
         for address in sorted(used):
@@ -201,6 +236,13 @@ def single_faults(setting: Setting) -> Iterator[Fault]:
         yield Fault("a second is lost", index, partial(pass_time, 1.0))
         yield Fault("leases expire", index, partial(pass_time, 2.9))
         yield Fault("a long time is lost", index, partial(pass_time, 6.0))
+
+
+def _play_baseline(setting: Setting) -> tuple[Play, _Baseline]:
+    baseline = _Baseline()
+    play = baseline.play = setting.play(chooser=baseline)
+    play.run()
+    return play, baseline
 
 
 def _faults_of_a_worker(name: str, index: int, size: Size) -> Iterator[Fault]:

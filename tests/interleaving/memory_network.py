@@ -39,6 +39,8 @@ class Lane:
         self.num_arrived = 0
         self.not_before_s = 0.0
         """Nothing arrives before."""
+        self.not_before_stamp = 0
+        """Nothing arrives before so many events have happened."""
 
     @property
     def event(self) -> tuple[Any, ...]:
@@ -124,7 +126,11 @@ class Network:
     def arriving(self) -> list[Lane]:
         """Lanes of which something may arrive now, the oldest thing first."""
         now_s = self.loop.time()
-        lanes = [lane for lane in self._lanes.values() if lane.not_before_s <= now_s]
+        lanes = [
+            lane
+            for lane in self._lanes.values()
+            if lane.not_before_s <= now_s and lane.not_before_stamp <= self.time_stamp
+        ]
         if self.cut_until_s:
             self.cut_until_s = {each: until_s for each, until_s in self.cut_until_s.items() if until_s > now_s}
             lanes = [lane for lane in lanes if not lane.ends & self.cut_until_s.keys()]
@@ -145,6 +151,10 @@ class Network:
         lane.not_before_s = max(lane.not_before_s, self.loop.time() + duration_s)
         # The director goes from timer to timer: one must stand where the lane opens.
         self.loop.call_at(lane.not_before_s, _nothing)
+
+    def overtake(self, lane: Lane, num_events: int) -> None:
+        """So many other events happen before the next of a lane, or time passes where there are none."""
+        lane.not_before_stamp = self.time_stamp + num_events
 
     def cut_off(self, address: str, duration_s: float) -> None:
         """A process hears nobody, and nobody hears it, for so long; shorter than the library's keep-alive."""

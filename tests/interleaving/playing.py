@@ -99,8 +99,12 @@ class Play:
     """See `Network`."""
     seed: int = 0
     """Of the product's own draws."""
+    asks_again: bool = False
+    """Whether one more request must be served when all is over."""
     on_network: Callable[[Network], None] = lambda _: None
     """Told of the network before anything is on its way."""
+    counts_start: bool = False
+    """Whether events are counted, and faults strike, from the first one on: while workers are found and proved."""
     num_events: int = 0
     """Counted so far."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
@@ -143,15 +147,14 @@ class Play:
 
     async def _play(self) -> Record:
         system = self.system = System(self.network, self.size)
+        started_s = self._loop.time()
+        self._is_counting, self._limit_s = self.counts_start, started_s + LIMIT_S
         await system.start()
-        self._is_counting, started_s = True, self._loop.time()
+        if not self.counts_start:
+            self._is_counting, started_s = True, self._loop.time()
         self._limit_s = self._loop.time() + LIMIT_S
         replies = await asyncio.gather(*(system.ask(ask) for ask in self.asks))
-        self._limit_s = self._loop.time() + LIMIT_S
-        while held := system.held():
-            if self._loop.time() + 0.05 >= self._limit_s:
-                raise Violation(f"still held after {LIMIT_S:g} s: {held}")
-            await asyncio.sleep(0.05)
+        await self._until_nothing_is_held()
         self._is_counting = False
         record = Record(
             self.num_events,
@@ -162,8 +165,20 @@ class Play:
         may_fail = any(fault.may_fail for fault in self.faults)
         for reply in replies:
             reply.check(may_fail)
+        if self.asks_again:
+            again = await system.ask(Ask())
+            again.check(may_fail=False)
+            await self._until_nothing_is_held()
+            system.audit()
         await system.stop()
         return record
+
+    async def _until_nothing_is_held(self) -> None:
+        self._limit_s = self._loop.time() + LIMIT_S
+        while held := self.system.held():
+            if self._loop.time() + 0.05 >= self._limit_s:
+                raise Violation(f"still held after {LIMIT_S:g} s: {held}")
+            await asyncio.sleep(0.05)
 
     def _describe(self, found: BaseException) -> str:
         faults = [(fault.name, fault.index) for fault in self.faults]
@@ -198,6 +213,8 @@ class Play:
 
     def _pass_time(self) -> None:
         self.network.time_stamp += 1
+        if self._loop.is_busy:
+            return
         if not self._loop.pass_to_next_timer():
             self._fail(Violation("nothing can happen any more"))
         if self._is_counting and self._loop.time() > self._limit_s:

@@ -45,11 +45,14 @@ def walk(seed: int, directory: Path, num_faults: int | None = None) -> Play:
     faults = [_fault(draws, size) for _ in range(count)]
     return Play(
         asks,
-        Wandering(draws),
+        Wandering(
+            draws, draws.choice((0.0, 0.01, 0.05)), draws.choice((0.0, 0.2, 0.5)), draws.choice((0.0, 0.5, 0.95))
+        ),
         faults,
         size,
         splits_jobs=draws.random() < 0.5,
         seed=seed,
+        asks_again=True,
     )
 
 
@@ -106,7 +109,7 @@ def _fault(draws: random.Random, size: Size) -> Fault:
     if name.startswith("prefill"):
         kinds[f"{name} breaks its leases"] = partial(break_leases, name)
     kind = draws.choice(list(kinds))
-    index = draws.randrange(120)
+    index = int(draws.expovariate(1 / 30))
     return Fault(kind, index, kinds[kind], may_fail=kind in ("the clients go", "the router dies"))
 
 
@@ -115,7 +118,8 @@ def _break_some_call(draws: random.Random, system: System, lane: Lane) -> None:
 
 
 def _stall_some_call(draws: random.Random, system: System, lane: Lane) -> None:
-    draws.choice(_calls(system)).stall()
+    # A worker's streams share a connection: one whose reports stall alone while it refuses calls is no worker of ours.
+    draws.choice([call for call in _calls(system) if call.name[2] != "Worker/Watch"]).stall()
 
 
 def _calls(system: System) -> list[Any]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from every_order import Follower, every_order
-from injected_faults import Setting, single_faults
+from injected_faults import TIGHT, Setting, late_jobs, single_faults
 from playing import Play
 from whole_system import Ask, Size, Violation
 
 import engine.kv_reader
 import engine.worker_service
 from engine.holdings import Holdings
+from engine.sequence import Sequence
 from prefill_svc.service import PrefillService
 from protos import worker_pb2
 from router.answer import Answer
@@ -55,11 +54,24 @@ def test_a_lease_that_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_that_are_not_freed_after_their_last_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpin(holdings: Holdings, sequence: Any) -> None:
+    def unpin(holdings: Holdings, sequence: Sequence) -> None:
         sequence.num_pins -= 1
 
     monkeypatch.setattr(Holdings, "unpin", unpin)
     assert "blocks used" in _first_violation("the client goes")
+
+
+def test_blocks_that_are_freed_while_a_thread_still_writes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(holdings: Holdings, sequence: Sequence) -> None:
+        if sequence in holdings._holders:
+            holdings._holders.remove(sequence)
+            holdings.pool.release(sequence.block_table)
+            sequence.block_table = []
+
+    monkeypatch.setattr(Holdings, "free", free)
+    with pytest.raises(Violation, match="the client got"):
+        for fault in late_jobs(TIGHT, step=4):
+            TIGHT.play(fault).run()
 
 
 def test_a_prompt_that_counts_as_load_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ import random
 from collections import Counter
 
 import grpc
-from injected_faults import Setting, single_faults
+from injected_faults import TIGHT, Setting, late_jobs, single_faults
 from playing import Fault
 from whole_system import Ask, Size
 
 SHORT_LEASES = {"kv_lease_ttl_s": 0.5}
 BASE = Setting("two and two", size=Size(prefill=SHORT_LEASES, has_probes=False))
 DEEP = (
+    TIGHT,
     Setting("two and two, with probes", size=Size(prefill=SHORT_LEASES)),
     Setting("a stop string in the first token", [Ask(num_tokens=4, stop=Ask().expected()[1][0])]),
     Setting("a stop string in the second token", [Ask(num_tokens=4, stop=Ask().expected()[1][1])]),
@@ -21,6 +22,7 @@ DEEP = (
     Setting("two that share a prefix", [Ask(), Ask(b"abcdex", 3)], Size(num_prefill=1)),
 )
 NUM_PAIRS = 150
+NUM_STARTS = 100
 
 
 def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_held(deep: bool) -> None:
@@ -31,6 +33,15 @@ def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_hel
         assert num_by_attempts[2] > total // 8, "the faults have become too mild"
 
 
+def test_a_thread_that_is_late_writes_into_nobody_elses_blocks(deep: bool) -> None:
+    num_runs = 0
+    for fault in late_jobs(TIGHT, step=1 if deep else 4):
+        TIGHT.play(fault).run()
+        num_runs += 1
+    print(f"\n{TIGHT.name}: {num_runs} runs")
+    assert num_runs > 0
+
+
 def test_a_deadline_that_passes_anywhere_ends_everything() -> None:
     setting = Setting("with a deadline", [Ask(timeout_s=1.0)], BASE.size)
     for fault in single_faults(setting):
@@ -39,6 +50,17 @@ def test_a_deadline_that_passes_anywhere_ends_everything() -> None:
             play.run()
             (reply,) = play.system.replies
             assert reply.code is grpc.StatusCode.DEADLINE_EXCEEDED or reply.finish is not None
+
+
+def test_a_fault_while_workers_are_found_and_proved(deep: bool, first_seed: int) -> None:
+    setting = Setting("from the start", size=Size(prefill=SHORT_LEASES), counts_start=True)
+    # A worker whose threads fail while it starts does not start, and says so.
+    spared = ("for good", "fails")
+    faults = [each for each in single_faults(setting) if not (each.may_fail or each.name.endswith(spared))]
+    num_runs = 10 * NUM_STARTS if deep else NUM_STARTS
+    for fault in random.Random(first_seed).sample(faults, num_runs):
+        setting.play(fault).run()
+    print(f"\n{setting.name}: {num_runs} out of {len(faults)} faults")
 
 
 def test_two_faults_at_once(deep: bool, first_seed: int) -> None:

@@ -81,6 +81,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds; also `time.monotonic` during a run."""
         return self._now_s
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether callbacks are ready."""
+        return bool(self._ready)
+
     def pass_time(self, duration_s: float) -> None:
         """Lets time pass; timers that are due fire before anything else happens."""
         self._now_s += duration_s

@@ -9,7 +9,15 @@ import subprocess
 import sys
 import time
 
-FOLDERS = ("tests/engine", "tests/tracer", "tests/router", "tests/faults", "tests/kvstore", "tests/text")
+FOLDERS = (
+    "tests/engine",
+    "tests/tracer",
+    "tests/router",
+    "tests/faults",
+    "tests/kvstore",
+    "tests/text",
+    "tests/interleaving",
+)
 
 
 def main() -> None:
@@ -18,8 +26,9 @@ def main() -> None:
     num_rounds = 0
     while num_rounds == 0 or time.monotonic() < ends_s:
         seed = time.time_ns() % 2**32
-        print(f"round {num_rounds + 1}, --hypothesis-seed={seed}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", f"--hypothesis-seed={seed}", *FOLDERS]
+        seeds = [f"--hypothesis-seed={seed}", f"--first-seed={seed}"]
+        print(f"round {num_rounds + 1}, {' '.join(seeds)}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", *seeds, *FOLDERS]
         result = subprocess.run(command, check=False)
         if result.returncode:
             sys.exit(result.returncode)
