@@ -65,10 +65,10 @@ class Size:
 ROUTER: dict[str, Any] = {"worker_wait_s": 20.0}
 WORKER: dict[str, Any] = {
     "model": "tracer",
-    "block_size": 2,
+    "kv_block_size": 2,
     "num_kv_blocks": 32,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 8,
+    "max_num_tokens": 8,
     "chunk_size": 4,
     "kv_shared_memory_dir": "none",
     "kv_transports": ("grpc",),
