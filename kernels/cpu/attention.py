@@ -88,7 +88,7 @@ def scratch_floats(num_heads: int, head_dim: int) -> int:
     return MAX_ROWS * num_heads * (2 * head_dim + PARTITION)
 
 
-@njit(fastmath=REORDERED, forceinline=True)
+@njit(fastmath=REORDERED, error_model="numpy", forceinline=True)
 def weigh(scores: Any, first: Any, last: Any) -> Any:
     """Replaces scores by the exponentials of their distance to the highest; answers the highest and their sum."""
     highest = LOWEST

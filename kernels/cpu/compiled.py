@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import AttentionMetadata
 from kernels.cpu import attention, elementwise
 from kernels.cpu.chunks import attend_chunk
-from kernels.cpu.simd import num_lanes
+from kernels.cpu.simd import widest_vector
 from kernels.cpu.threads import Kernel, revision
 from kernels.reference import Chunk
 
@@ -49,6 +49,7 @@ class CompiledOps:
         self._arguments = ctypes.create_string_buffer(ATTEND.size)
         self._at = ctypes.addressof(self._arguments)
         self._revision = revision()
+        self._widest_vector = widest_vector()
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
@@ -197,8 +198,8 @@ class CompiledOps:
             self._kernel(attention.make_merge, query.dtype, head_dim)(self._at, num_floats)
 
     def _attend(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Kernel:
-        # A vector holds products with keys of one block.
-        lanes = gcd(num_lanes(head_dim), block_size)
+        # Vectors split a head evenly, and the keys of a block.
+        lanes = gcd(self._widest_vector, head_dim, block_size)
         return self._kernel(attention.make_attend, dtype, head_dim, num_heads // num_kv_heads, lanes)
 
     def _kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:

@@ -24,12 +24,9 @@ REORDERED = {"reassoc", "contract", "nsz"}
 """For loops whose sums may be split into lanes."""
 
 
-def num_lanes(head_dim: int) -> int:
-    """float32 elements of one vector here: as many as the CPU has, if they divide a head."""
-    lanes = 16 if binding.get_host_cpu_features().get("avx512f", False) else 8
-    while head_dim % lanes:
-        lanes //= 2
-    return lanes
+def widest_vector() -> int:
+    """float32 elements of a vector, as many as suit this CPU."""
+    return 16 if binding.get_host_cpu_features().get("avx512f", False) else 8
 
 
 @intrinsic
@@ -123,7 +120,7 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), generate
 
 
-@njit(fastmath=set(FUSED), forceinline=True)
+@njit(fastmath=set(FUSED), error_model="numpy", forceinline=True)
 def exponential(x: Any) -> Any:
     """e to the power of x, from -87 to 88 within 2 units in the last place; beyond them as at them."""
     # Written so that a NaN stays one.

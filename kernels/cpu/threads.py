@@ -69,11 +69,13 @@ class Kernel:
 def compile_or_load(function: Callable[[Any], None], fastmath: set[str]) -> Any:
     """Machine code is kept on disk, beside the source or in the user's cache; where neither can be written, not."""
     provide_symbols()
+    # Without Python's check of every divisor, which would keep loops from being vectorised.
+    options = {"fastmath": fastmath, "error_model": "numpy"}
     try:
-        return cfunc(SIGNATURE, cache=True, fastmath=fastmath)(function)
+        return cfunc(SIGNATURE, cache=True, **options)(function)
     except RuntimeError as error:
         LOG.info("kernels are compiled at each start, since there is nowhere to keep them: %s", error)
-        return cfunc(SIGNATURE, fastmath=fastmath)(function)
+        return cfunc(SIGNATURE, **options)(function)
 
 
 def find_parallel() -> Any:
