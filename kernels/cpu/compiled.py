@@ -7,6 +7,7 @@ layers. Arguments and scratch memory are kept between calls, so an object is use
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from kernels import AttentionMetadata
 from kernels.cpu import attention, elementwise
 from kernels.cpu.chunks import attend_chunk
 from kernels.cpu.simd import widest_vector
-from kernels.cpu.threads import Kernel, revision
+from kernels.cpu.threads import Kernel, find_parallel, revision
 from kernels.reference import Chunk
 
+LOG = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 """How kernels see each type: narrow floats as integers of their size."""
 CHUNK_ROWS = 32
@@ -50,6 +52,8 @@ class CompiledOps:
         self._at = ctypes.addressof(self._arguments)
         self._revision = revision()
         self._widest_vector = widest_vector()
+        threads = "torch's threads" if find_parallel() is not None else "one thread"
+        LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)

@@ -30,13 +30,13 @@ SHARE = 1 << 15
 """Elements read that are worth a thread of their own; starting one costs a few microseconds."""
 
 
-def revision() -> int:
+def revision(folder: Path = Path(__file__).parent) -> int:
     """A number that changes with any source file of this package.
 
     Numba finds compiled code again by the source file of the kernel and the variables of its closure, and would miss
     changes of what the kernel calls; so every kernel's closure holds this.
     """
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(folder.glob("*.py"))
     digest = hashlib.blake2b(b"".join(source.read_bytes() for source in sources), digest_size=6)
     return int.from_bytes(digest.digest(), "little") | 1
 
