@@ -59,6 +59,8 @@ class Decoder(ABC):
         self._embedding = load.embedding()  # [V, H]
         self._layers = [load.layer(index) for index in range(spec.num_layers)]
         self._final_norm = weights.read("model.norm.weight", (spec.hidden_size,)).to(ops.device)  # [H]
+        # What follows each layer: the sum it ends with is normalised by the same operation.
+        self._following_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]  # [H] each
         self._head = load.head(self._embedding)
         self._inverse_frequencies = load.inverse_frequencies()  # [D / 2] float32
 
@@ -80,9 +82,9 @@ class Decoder(ABC):
         rope = ops.rope_rows(metadata.positions, self._inverse_frequencies)
         hidden = ops.embedding(token_ids, self._embedding)  # [T, H]
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
-        following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
-            attended = self._attend(layer, normed, rope, metadata, key_caches[index], value_caches[index])  # [T, H]
+        caches = zip(key_caches, value_caches, strict=True)
+        for layer, next_norm, (keys, values) in zip(self._layers, self._following_norms, caches, strict=True):
+            attended = self._attend(layer, normed, rope, metadata, keys, values)  # [T, H]
             if layer is self._layers[-1]:
                 attended, hidden = attended[sample_rows], hidden[sample_rows]  # [S, H]
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
@@ -103,14 +105,14 @@ class Decoder(ABC):
         spec, ops = self.spec, self._ops
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         qkv = ops.linear(normed, layer.qkv).view(normed.shape[0], sum(heads), spec.head_dim)
-        query, key, value = qkv.split(heads, dim=1)  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
+        query, key, value = qkv.split_with_sizes(heads, 1)  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
         if layer.query_norm is not None and layer.key_norm is not None:
             query = ops.rms_norm(query, layer.query_norm, spec.rms_norm_eps)
             key = ops.rms_norm(key, layer.key_norm, spec.rms_norm_eps)
         query = ops.rope_and_write_kv(query, key, value, *rope, metadata.slots, key_cache, value_cache)
         scale = spec.head_dim**-0.5
         attended = ops.paged_attention(query, key_cache, value_cache, metadata, scale, layer.window)  # [T, Hq, D]
-        return ops.linear(attended.flatten(1), layer.output)
+        return ops.linear(attended.view(normed.shape[0], -1), layer.output)
 
 
 class WeightLoader:

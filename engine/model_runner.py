@@ -116,6 +116,7 @@ class ModelRunner:
         self.cache = cache
         """Where its KV is."""
         self._ops = ops
+        ops.prepare(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, layout.block_size, cache.keys[0].dtype)
 
     def run(self, batch: Batch) -> list[Sample]:
         """Writes the KV of every packed token to its slot and answers one sample for each of `batch.sample_rows`.

@@ -1,6 +1,6 @@
-"""Device operations and nothing else: what a model needs from a device, one file per implementation.
+"""Device operations and nothing else: what a model needs from a device, one file or folder per implementation.
 
-`Ops` is the contract, `reference.py` its specification in plain torch, and every other file here is named after the
+`Ops` is the contract, `reference.py` its specification in plain torch, and everything else here is named after the
 torch device type it serves; `load_ops` finds it by that name. Nothing here knows about models, requests or blocks'
 owners. Invariants: an op never keeps a tensor it was given beyond the call, except weights given to `prepare_linear`.
 
@@ -57,6 +57,10 @@ class Ops(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         """Where all tensors given to the operations live."""
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+        """Called once before a model of this shape runs: whatever its first step would otherwise wait for."""
+        return None
 
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> object:
@@ -135,7 +139,7 @@ def available_ops() -> list[str]:
 
 
 def load_ops(device_type: str, index: int = 0) -> Ops:
-    """The operations in `kernels/<device_type>.py`; "reference" runs on the CPU.
+    """The operations in `kernels/<device_type>.py` or the folder of that name; "reference" runs on the CPU.
 
     Raises ValueError naming the known ones for a device type that has no file here.
     """

@@ -1,0 +1,91 @@
+"""CPU operations: compiled kernels where Numba runs, the reference where it does not.
+
+Owns the choice, which it makes once and reports. Linear layers are torch's in either case.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels import AttentionMetadata, reference
+
+if TYPE_CHECKING:
+    from kernels.cpu.compiled import CompiledOps
+
+LOG = logging.getLogger(__name__)
+
+
+def load_compiled() -> CompiledOps | None:
+    """The compiled operations; None, with the reason in the log, where they cannot be had."""
+    try:
+        from kernels.cpu.compiled import CompiledOps
+    except ImportError as error:
+        LOG.warning("CPU kernels are the slow reference, since Numba cannot be loaded: %s", error)
+        return None
+    return CompiledOps()
+
+
+class Ops(reference.Ops):
+    """What runs on `torch.device("cpu")`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._compiled = load_compiled()
+
+    # Attention and elementwise operations.
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+        if self._compiled is not None:
+            self._compiled.prepare(num_heads, num_kv_heads, head_dim, block_size, dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._compiled is None:
+            return super().rms_norm(x, weight, eps)
+        return self._compiled.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._compiled is None:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._compiled.add_rms_norm(x, residual, weight, eps)
+
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Tensor:
+        if self._compiled is None:
+            return super().rope_and_write_kv(query, key, value, cosine, sine, slots, key_cache, value_cache)
+        return self._compiled.rope_and_write_kv(query, key, value, cosine, sine, slots, key_cache, value_cache)
+
+    def plan_attention(self, metadata: AttentionMetadata) -> object:
+        if self._compiled is None:
+            return super().plan_attention(metadata)
+        return self._compiled.plan_attention(metadata)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        if self._compiled is None:
+            return super().paged_attention(query, key_cache, value_cache, metadata, scale, window)
+        return self._compiled.paged_attention(query, key_cache, value_cache, metadata, scale, window)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if self._compiled is None:
+            return super().silu_mul(gate_up)
+        return self._compiled.silu_mul(gate_up)

@@ -1,0 +1,214 @@
+"""The operations on kernels that Numba compiles for this CPU.
+
+Owns which kernels there are, by type of elements and shape of heads, and how they are called. Does not own linear
+layers. Arguments and scratch memory are kept between calls, so an object is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import AttentionMetadata
+from kernels.cpu import attention, elementwise
+from kernels.cpu.chunks import attend_chunk
+from kernels.cpu.simd import widest_vector
+from kernels.cpu.threads import Kernel, find_parallel, revision
+from kernels.reference import Chunk
+
+LOG = logging.getLogger(__name__)
+ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
+"""How kernels see each type: narrow floats as integers of their size."""
+CHUNK_ROWS = 32
+"""From so many query rows of a sequence on, torch's fused attention is used."""
+NO_WINDOW = 1 << 40
+NORM, ADD_NORM, SILU_MUL = struct.Struct("8qf4x"), struct.Struct("5qf4x"), struct.Struct("4q")
+ROPE, ATTEND, MERGE = struct.Struct("15q"), struct.Struct("11qf4x3q"), struct.Struct("5q")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How one step's attention is split."""
+
+    items: attention.Items
+    """Sequences with few rows: read in place."""
+    chunks: tuple[Chunk, ...]
+    """Sequences with many: by torch."""
+
+
+class CompiledOps:
+    """Implements the operations of `kernels.Ops` by the same names, linear layers and embedding apart."""
+
+    def __init__(self) -> None:
+        self._arguments = ctypes.create_string_buffer(ATTEND.size)
+        self._at = ctypes.addressof(self._arguments)
+        self._revision = revision()
+        self._widest_vector = widest_vector()
+        threads = "torch's threads" if find_parallel() is not None else "one thread"
+        LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._scratch = torch.empty(0)
+        self._partials = torch.empty(0)
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+        """Compiles what a model of this shape needs."""
+        for make in (
+            elementwise.make_norm,
+            elementwise.make_add_norm,
+            elementwise.make_silu_mul,
+            elementwise.make_rope,
+        ):
+            self._kernel(make, dtype)
+        self._attend(num_heads, num_kv_heads, head_dim, block_size, dtype)
+        self._kernel(attention.make_merge, dtype, head_dim)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `kernels.Ops`; x is [T, H] or [T, heads, H]."""
+        output = torch.empty(x.shape, dtype=x.dtype)
+        num_heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+        assert x.stride(-1) == 1 and weight.is_contiguous()
+        NORM.pack_into(
+            self._arguments, 0,
+            x.data_ptr(), output.data_ptr(), weight.data_ptr(),
+            x.shape[0], x.stride(0), num_heads, head_stride, x.shape[-1], eps,
+        )  # fmt: skip
+        self._kernel(elementwise.make_norm, x.dtype)(self._at, x.numel())
+        return output
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `kernels.Ops`; in place."""
+        assert x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
+        num_rows, size = x.shape
+        ADD_NORM.pack_into(
+            self._arguments, 0, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, eps
+        )
+        self._kernel(elementwise.make_add_norm, x.dtype)(self._at, 2 * num_rows * size)
+        return x, residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `kernels.Ops`."""
+        assert gate_up.is_contiguous()
+        num_rows, size = gate_up.shape
+        output = torch.empty((num_rows, size // 2), dtype=gate_up.dtype)
+        SILU_MUL.pack_into(self._arguments, 0, gate_up.data_ptr(), output.data_ptr(), num_rows, size // 2)
+        self._kernel(elementwise.make_silu_mul, gate_up.dtype)(self._at, num_rows * size)
+        return output
+
+    def rope_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> Tensor:
+        """See `kernels.Ops`; the query is turned in place."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = key.shape[1]
+        for rows in (query, key, value):
+            assert rows.stride(1) == head_dim and rows.stride(2) == 1
+        assert cosine.is_contiguous() and sine.is_contiguous() and slots.is_contiguous()
+        ROPE.pack_into(
+            self._arguments, 0,
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
+            cosine.data_ptr(), sine.data_ptr(), slots.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+            num_rows, num_heads, num_kv_heads, head_dim // 2,
+        )  # fmt: skip
+        size = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
+        self._kernel(elementwise.make_rope, query.dtype)(self._at, size)
+        return query
+
+    def plan_attention(self, metadata: AttentionMetadata) -> AttentionPlan:
+        """See `kernels.Ops`."""
+        few: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
+        row = 0
+        for sequence, num_rows in enumerate(metadata.query_lens_list):
+            if num_rows < CHUNK_ROWS:
+                few.append((sequence, row))
+            else:
+                context_len = metadata.context_lens_list[sequence]
+                blocks = metadata.block_tables[sequence, : -(-context_len // metadata.block_size)].long()  # [m]
+                chunks.append(Chunk(row, num_rows, context_len, blocks))
+            row += num_rows
+        return AttentionPlan(attention.split_into_items(metadata, few), tuple(chunks))
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """See `kernels.Ops`."""
+        plan = metadata.plan
+        assert isinstance(plan, AttentionPlan)
+        output = torch.empty(query.shape, dtype=query.dtype)  # [T, Hq, D]
+        if plan.items.pieces:
+            self._attend_items(query, key_cache, value_cache, metadata, plan.items, scale, window, output)
+        for chunk in plan.chunks:
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            output[rows] = attend_chunk(query[rows], key_cache, value_cache, chunk, scale, window)
+        return output
+
+    def _attend_items(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        items: attention.Items,
+        scale: float,
+        window: int | None,
+        output: Tensor,
+    ) -> None:
+        _, num_heads, head_dim = query.shape
+        _, block_size, num_kv_heads, _ = key_cache.shape
+        tables = metadata.block_tables
+        assert query.stride(1) == head_dim and query.stride(2) == 1 and tables.is_contiguous()
+        num_floats = torch.get_num_threads() * attention.scratch_floats(num_heads, head_dim)
+        if self._scratch.numel() < num_floats:
+            self._scratch = torch.empty(num_floats)
+        num_floats = items.num_partials * num_heads * (head_dim + 2)
+        if self._partials.numel() < num_floats:
+            self._partials = torch.empty(num_floats)
+        ATTEND.pack_into(
+            self._arguments, 0,
+            query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), query.stride(0), output.data_ptr(),
+            num_kv_heads, block_size, tables.data_ptr(), tables.stride(0),
+            items.pieces.buffer_info()[0], len(items.pieces) // attention.ITEM_WORDS, scale,
+            NO_WINDOW if window is None else window, self._partials.data_ptr(), self._scratch.data_ptr(),
+        )  # fmt: skip
+        attend = self._attend(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
+        attend(self._at, items.num_reads * 2 * num_kv_heads * head_dim)
+        if items.merges:
+            MERGE.pack_into(
+                self._arguments, 0, items.merges.buffer_info()[0], len(items.merges) // attention.MERGE_WORDS,
+                self._partials.data_ptr(), output.data_ptr(), num_heads,
+            )  # fmt: skip
+            self._kernel(attention.make_merge, query.dtype, head_dim)(self._at, num_floats)
+
+    def _attend(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Kernel:
+        # Vectors split a head evenly, and the keys of a block.
+        lanes = gcd(self._widest_vector, head_dim, block_size)
+        return self._kernel(attention.make_attend, dtype, head_dim, num_heads // num_kv_heads, lanes)
+
+    def _kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:
+        key = (make, dtype, *shape)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = make(ELEMENTS[dtype], *shape, self._revision)
+        return kernel
