@@ -92,9 +92,13 @@ class Play:
     """One run; see the module."""
 
     asks: Sequence[Ask]
+    """What is asked, all at once but for delays."""
     chooser: Chooser = field(default_factory=OldestFirst)
+    """The order of events."""
     faults: Sequence[Fault] = ()
+    """What goes wrong."""
     size: Size = field(default_factory=Size)
+    """What is started."""
     splits_jobs: bool = False
     """See `Network`."""
     seed: int = 0
@@ -109,17 +113,20 @@ class Play:
     """Counted so far."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     """Those counted."""
+    network: Any = None
+    """The run's, once it has begun."""
+    system: Any = None
+    """The run's, once it has begun."""
     _is_counting: bool = False
     _violation: BaseException | None = None
     _limit_s: float = 0.0
     _loop: Any = None
-    network: Any = None
-    system: Any = None
     _main: Any = None
 
     def run(self) -> Record:
         """Plays it. Raises Violation."""
-        gc.disable()
+        was_collecting = gc.isenabled()
+        gc.disable()  # an eighth of a run's time, for little: runs are short
         loop = self._loop = VirtualLoop()
         loop.director = self
         network = self.network = Network(loop)
@@ -143,7 +150,8 @@ class Play:
                 raise Violation(self._describe(found)) from found
             finally:
                 loop.close()
-                gc.enable()
+                if was_collecting:
+                    gc.enable()
 
     async def _play(self) -> Record:
         system = self.system = System(self.network, self.size)

@@ -21,8 +21,8 @@ DEEP = (
     Setting("one and one", size=Size(num_prefill=1, num_decode=1, prefill=SHORT_LEASES)),
     Setting("two that share a prefix", [Ask(), Ask(b"abcdex", 3)], Size(num_prefill=1)),
 )
-NUM_PAIRS = 150
-NUM_STARTS = 100
+NUM_PAIRS = 120
+NUM_STARTS = 60
 
 
 def test_whatever_fails_wherever_it_fails_the_answer_is_right_and_nothing_is_held(deep: bool) -> None:
