@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.weights.source import WeightSource
-from kernels import AttentionMetadata, Ops
+from kernels import AttentionMetadata, Ops, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Decoder(ABC):
     def read_spec(config: ConfigReader) -> DecoderSpec:
         """What the family's configuration means. Raises CheckpointError for what is not supported."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization = "none") -> None:
         self.spec = spec
         """The model's shape."""
         self._ops = ops
-        load = WeightLoader(spec, ops, weights)
+        load = WeightLoader(spec, ops, weights, quantization)
         self._embedding = load.embedding()  # [V, H]
         self._layers = [load.layer(index) for index in range(spec.num_layers)]
         self._final_norm = weights.read("model.norm.weight", (spec.hidden_size,)).to(ops.device)  # [H]
@@ -116,10 +116,11 @@ class Decoder(ABC):
 class WeightLoader:
     """Reads weights by their Hugging Face names, checks every shape, joins what is computed together."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization) -> None:
         self._spec = spec
         self._ops = ops
         self._weights = weights
+        self._quantization = quantization
 
     def embedding(self) -> Tensor:
         """[V, H]."""
@@ -172,7 +173,7 @@ class WeightLoader:
         bias = None
         if with_bias:
             bias = torch.cat([self._read(f"{name}.bias", (num_out,)) for name, num_out in parts])
-        return self._ops.prepare_linear(weight, bias)
+        return self._ops.prepare_linear(weight, bias, self._quantization)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._weights.read(name, shape).to(self._ops.device)

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata
+from kernels import AttentionMetadata, Quantization
+
+SMALLEST_MAGNITUDE = 1e-30
+"""A row of zeros is scaled as if this were in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,18 @@ class LinearWeights:
 
     weight: Tensor  # [N, K]
     """Transposed as checkpoints store it."""
+    bias: Tensor | None  # [N]
+    """None where the layer has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weights:
+    """A weight rounded to 8 bits."""
+
+    values: Tensor  # [N, K] int8
+    """-127 to 127."""
+    scales: Tensor  # [N] float32
+    """What the values of an output are multiplied with."""
     bias: Tensor | None  # [N]
     """None where the layer has none."""
 
@@ -74,13 +89,27 @@ def padded_num_blocks(num_blocks: int) -> int:
     return -(-num_blocks // step) * step
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] to int8 [R, K] and float32 scales [R]: the largest magnitude of a row becomes 127, halves go to even."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1).clamp_min(SMALLEST_MAGNITUDE)  # [R]
+    return (wide * (127 / largest)[:, None]).round().to(torch.int8), largest / 127
+
+
 class Ops(kernels.Ops):
     """Every operation by its definition."""
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> object:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
+        if quantization == "int8":
+            return Int8Weights(*quantise_rows(weight), bias)
         return LinearWeights(weight, bias)
 
     def linear(self, x: Tensor, prepared: object) -> Tensor:
+        if isinstance(prepared, Int8Weights):
+            values, scales = quantise_rows(x)  # [T, K], [T]
+            sums = values.double() @ prepared.values.double().T  # [T, N], exact
+            product = sums.float() * prepared.scales * scales[:, None]  # [T, N]
+            return (product if prepared.bias is None else product + prepared.bias.float()).to(x.dtype)
         assert isinstance(prepared, LinearWeights)
         return F.linear(x, prepared.weight, prepared.bias)  # [T, N]
 
