@@ -130,9 +130,9 @@ class WeightLoader:
     def head(self, embedding: Tensor) -> object:
         """H to V; the embedding itself where the two are tied."""
         if self._spec.tied_head:
-            return self._ops.prepare_linear(embedding, None)
+            return self._ops.prepare_linear(embedding, None, self._quantization)
         shape = (self._spec.vocab_size, self._spec.hidden_size)
-        return self._ops.prepare_linear(self._read("lm_head.weight", shape), None)
+        return self._ops.prepare_linear(self._read("lm_head.weight", shape), None, self._quantization)
 
     def inverse_frequencies(self) -> Tensor:
         """[D / 2] float32. A GGUF file may carry the scaling of Llama 3 as a divisor for each frequency."""

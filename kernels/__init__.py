@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 Quantization = Literal["none", "int8"]
-"""What a linear layer computes with: "none", the numbers it was given; "int8", weights rounded to 8 bits, one scale for
-each output, and inputs rounded to 8 bits, one scale for each row, at every call. `reference.py` says exactly how."""
+"""What a linear layer computes with: "none", the numbers it was given; "int8", weights rounded to 8 bits at load, a
+scale for each output, and inputs rounded to 8 bits at every call, a range for each row: see `reference.py`."""
 
 
 @dataclass(frozen=True, slots=True)

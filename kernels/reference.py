@@ -16,8 +16,8 @@ from torch import Tensor
 import kernels
 from kernels import AttentionMetadata, Quantization
 
-SMALLEST_MAGNITUDE = 1e-30
-"""A row of zeros is scaled as if this were in it."""
+SMALLEST_SPREAD = 1e-30
+"""A row of zeros is scaled as if its numbers went so far apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Int8Weights:
     """-127 to 127."""
     scales: Tensor  # [N] float32
     """What the values of an output are multiplied with."""
+    sums: Tensor  # [N] float32
+    """Of each output's values."""
     bias: Tensor | None  # [N]
     """None where the layer has none."""
 
@@ -89,11 +91,26 @@ def padded_num_blocks(num_blocks: int) -> int:
     return -(-num_blocks // step) * step
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K] to int8 [R, K] and float32 scales [R]: the largest magnitude of a row becomes 127, halves go to even."""
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] to int8 [N, K] and float32 scales [N]: an output's largest magnitude becomes 127."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1).clamp_min(SMALLEST_SPREAD) / 127  # [N]
+    return (wide / scales[:, None]).round().to(torch.int8), scales
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, K] to int8 values [T, K], float32 scales [T] and middles [T]: x is about (value + middle) * scale.
+
+    A row's numbers, and zero, are spread over 253 steps, halves going to even. The middle is a whole number: outputs of
+    norms have outliers on one side, so that a range about zero would be half empty.
+    """
     wide = x.float()
-    largest = wide.abs().amax(dim=1).clamp_min(SMALLEST_MAGNITUDE)  # [R]
-    return (wide * (127 / largest)[:, None]).round().to(torch.int8), largest / 127
+    low, high = wide.amin(dim=1).clamp_max(0), wide.amax(dim=1).clamp_min(0)  # [T]
+    spread = (high - low).clamp_min(SMALLEST_SPREAD)  # [T]
+    steps = spread.reciprocal() * 253  # [T]
+    middles = ((high + low) * 0.5 * steps).round()  # [T]
+    values = (wide * steps[:, None]).round() - middles[:, None]  # [T, K]
+    return values.to(torch.int8), spread / 253, middles
 
 
 class Ops(kernels.Ops):
@@ -101,14 +118,15 @@ class Ops(kernels.Ops):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
         if quantization == "int8":
-            return Int8Weights(*quantise_rows(weight), bias)
+            values, scales = round_weight(weight)
+            return Int8Weights(values, scales, values.sum(dim=1).float(), bias)
         return LinearWeights(weight, bias)
 
     def linear(self, x: Tensor, prepared: object) -> Tensor:
         if isinstance(prepared, Int8Weights):
-            values, scales = quantise_rows(x)  # [T, K], [T]
-            sums = values.double() @ prepared.values.double().T  # [T, N], exact
-            product = sums.float() * prepared.scales * scales[:, None]  # [T, N]
+            values, scales, middles = round_inputs(x)  # [T, K], [T], [T]
+            products = (values.double() @ prepared.values.double().T).float()  # [T, N], of whole numbers
+            product = (products + middles[:, None] * prepared.sums) * prepared.scales * scales[:, None]  # [T, N]
             return (product if prepared.bias is None else product + prepared.bias.float()).to(x.dtype)
         assert isinstance(prepared, LinearWeights)
         return F.linear(x, prepared.weight, prepared.bias)  # [T, N]
