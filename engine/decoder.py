@@ -128,11 +128,12 @@ class WeightLoader:
         return self._read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
 
     def head(self, embedding: Tensor) -> object:
-        """H to V; the embedding itself where the two are tied."""
+        """H to V; the embedding itself where the two are tied. Never quantised: what it costs in accuracy is, for its
+        size, more than elsewhere, since nothing comes after it."""
         if self._spec.tied_head:
-            return self._ops.prepare_linear(embedding, None, self._quantization)
+            return self._ops.prepare_linear(embedding, None)
         shape = (self._spec.vocab_size, self._spec.hidden_size)
-        return self._ops.prepare_linear(self._read("lm_head.weight", shape), None, self._quantization)
+        return self._ops.prepare_linear(self._read("lm_head.weight", shape), None)
 
     def inverse_frequencies(self) -> Tensor:
         """[D / 2] float32. A GGUF file may carry the scaling of Llama 3 as a divisor for each frequency."""
