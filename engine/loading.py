@@ -6,7 +6,6 @@ that pool. torch is imported by the real models alone, so that tracer processes 
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from engine.batch import Runner
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
 from runtime.checkpoint import open_checkpoint
+from runtime.host import num_cpus
 
 TRACER = "tracer"
 Progress = Callable[[float], None]
@@ -100,8 +100,8 @@ def _open_checkpoint(
             from kernels import load_ops
             from kvstore.cache import KVCache
 
-            # One thread a core that this process may use: more would fight each other and the other workers.
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            # More threads would fight each other and the other workers.
+            torch.set_num_threads(num_cpus())
             ops = load_ops("cpu")
             decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
             return model_runner.ModelRunner(decoder, ops, KVCache(memory))

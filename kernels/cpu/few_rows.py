@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kernels.cpu.linear import PackedInt8Weights, PackedWeights
 
 LOG = logging.getLogger(__name__)
-FEW_ROWS_BF16 = 2
+FEW_ROWS_FLOAT = 2
 """Up to so many rows these kernels are faster than oneDNN's: measured by tests/perf/linear_cost.py."""
 FEW_ROWS_INT8 = 12
 """The same for int8."""
 ROUND, SCALE = struct.Struct("7q"), struct.Struct("9q")
-FEW_INT8, FEW_BF16 = struct.Struct("13q"), struct.Struct("11q")
+FEW_INT8, FEW_FLOAT = struct.Struct("13q"), struct.Struct("11q")
 
 
 def load_few_rows() -> FewRows | None:
@@ -56,11 +56,13 @@ class FewRows:
         self._at = ctypes.addressof(self._arguments)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def fits_bf16(self, weights: PackedWeights) -> bool:
+    def fits_float(self, weights: PackedWeights) -> bool:
         """Whether a weight has the size that the known order would give it."""
-        depth, columns = self._rows.BF16_DEPTH, self._rows.BF16_COLUMNS
-        num_bytes = 2 * _padded(weights.num_in, depth) * _padded(weights.num_out, columns)
-        return self._has_vectors and torch.ops.mkldnn._nbytes(weights.weight) == num_bytes
+        size = weights.weight.dtype.itemsize
+        num_in = _padded(weights.num_in, self._rows.FLOAT_DEPTH[size])
+        num_bytes = size * num_in * _padded(weights.num_out, self._rows.FLOAT_COLUMNS[size])
+        is_known = weights.weight.dtype in (torch.float32, torch.bfloat16)
+        return is_known and self._has_vectors and torch.ops.mkldnn._nbytes(weights.weight) == num_bytes
 
     def fits_int8(self, weights: PackedInt8Weights) -> bool:
         """Whether a weight has the size that the known order would give it."""
@@ -70,19 +72,19 @@ class FewRows:
         num_bytes = _padded(weights.num_in, depth) * num_out + 4 * num_out
         return self._has_int8_products and torch.ops.mkldnn._nbytes(weights.values) == num_bytes
 
-    def multiply_bf16(self, x: Tensor, weights: PackedWeights) -> Tensor:
-        """Few rows x [T, K] times a weight that `fits_bf16`, plus bias: [T, N]."""
+    def multiply_float(self, x: Tensor, weights: PackedWeights) -> Tensor:
+        """Few rows x [T, K] times a weight that `fits_float`, plus bias: [T, N]."""
         num_rows, num_in = x.shape
         x = _dense(x)
-        padded = _padded(num_in, self._rows.BF16_DEPTH)
+        padded = _padded(num_in, self._rows.FLOAT_DEPTH[x.dtype.itemsize])
         output = torch.empty((num_rows, weights.num_out), dtype=x.dtype)
-        scratch = self._scratch_for(4 * (self._rows.BF16_COLUMNS + num_rows * padded))
-        FEW_BF16.pack_into(
+        scratch = self._scratch_for(4 * (self._rows.FLOAT_COLUMNS[x.dtype.itemsize] + num_rows * padded))
+        FEW_FLOAT.pack_into(
             self._arguments, 0,
             x.data_ptr(), x.stride(0), num_rows, num_in, padded, weights.address, _address(weights.bias),
             output.data_ptr(), weights.num_out, self._scratch.data_ptr(), scratch,
         )  # fmt: skip
-        self._kernel(self._rows.make_few_bf16, x.dtype)(self._at, weights.num_out * padded)
+        self._kernel(self._rows.make_few_float, x.dtype)(self._at, weights.num_out * padded)
         return output
 
     def multiply_int8(self, x: Tensor, weights: PackedInt8Weights) -> Tensor:

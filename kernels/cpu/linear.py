@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import Quantization, reference
-from kernels.cpu.few_rows import FEW_ROWS_BF16, FEW_ROWS_INT8, FewRows
+from kernels.cpu.few_rows import FEW_ROWS_FLOAT, FEW_ROWS_INT8, FewRows
 from kernels.reference import round_inputs, round_weight
 
 LOG = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ class LinearLayers:
         num_rows = x.shape[0]
         if not num_rows:
             return x.new_empty(0, prepared.num_out)
-        if self._few_rows is not None and prepared.address and num_rows <= FEW_ROWS_BF16:
-            return self._few_rows.multiply_bf16(x, prepared)
+        if self._few_rows is not None and prepared.address and num_rows <= FEW_ROWS_FLOAT:
+            return self._few_rows.multiply_float(x, prepared)
         return multiply_packed(x, prepared)
 
     def _report(self, way: str, has_kernels: bool) -> None:
@@ -123,12 +123,12 @@ class LinearLayers:
     def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedWeights:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         prepared = PackedWeights(packed, bias, *weight.shape)
-        if self._few_rows is None or weight.dtype != torch.bfloat16 or not self._few_rows.fits_bf16(prepared):
+        if self._few_rows is None or not self._few_rows.fits_float(prepared):
             return prepared
         readable = replace(prepared, address=address_of(packed))
         x = _probe(prepared.num_in, weight.dtype)  # [1, K]
         expected = multiply_packed(x, prepared).float()  # [1, N]
-        difference = self._few_rows.multiply_bf16(x, readable).float() - expected
+        difference = self._few_rows.multiply_float(x, readable).float() - expected
         # The order is right, or most outputs are far from what they should be.
         return readable if float(difference.abs().max()) <= 0.02 * float(expected.abs().max()) else prepared
 

@@ -26,8 +26,9 @@ MAX_FEW_ROWS = 16
 """Rows that a product of few rows has room for."""
 INT8_COLUMNS, INT8_DEPTH = 64, 64
 """Packed int8 weights: 64 outputs by as many inputs as a multiple of 64 holds, 4 of which stand together."""
-BF16_COLUMNS, BF16_DEPTH = 32, 32
-"""Packed bfloat16 weights: 32 outputs by as many inputs as a multiple of 32 holds, 2 of which stand together."""
+FLOAT_COLUMNS, FLOAT_DEPTH = {2: 32, 4: 64}, {2: 32, 4: 16}
+"""Packed weights of 16 and of 32 bits, by bytes: so many outputs by as many inputs as a multiple of the other number
+holds, 2 of which stand together where they are of 16 bits."""
 INT8_SCRATCH = 4 * (INT8_COLUMNS + 2 * MAX_FEW_ROWS)
 """Bytes a thread needs beside the rounded rows."""
 AHEAD = 1024
@@ -114,30 +115,40 @@ def multiply_int8_block(typing_context: Any, values: Any, weights: Any, num_quad
 
 
 @intrinsic
-def multiply_bf16_block(typing_context: Any, values: Any, weights: Any, num_pairs: Any, sums: Any) -> Any:
-    """sums [32] float32 = values [2 num_pairs] float32 times packed weights [num_pairs, 32, 2] bfloat16."""
+def multiply_float_block(typing_context: Any, values: Any, weights: Any, num_pairs: Any, sums: Any) -> Any:
+    """sums [columns] = values [2 num_pairs], all float32, times a block of packed weights.
+
+    bfloat16 weights are [num_pairs, 32, 2], float32 ones [num_pairs, 2, 64]: 4 chains of sums in either case.
+    """
+    is_wide = weights.dtype == types.float32
     floats, words = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
-    parts = range(BF16_COLUMNS // LANES)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, weights, num_pairs, sums = arguments
         weights = builder.bitcast(weights, words.as_pointer())
-        # Sums of even and of odd inputs: two chains for each output.
-        totals = [[cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * LANES)) for _ in parts] for _ in "eo"]
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * LANES)) for _ in range(4)]
+
+        def add(total: Any, factor: Any, bits: Any) -> None:
+            weight = builder.bitcast(bits, floats)
+            builder.store(add_product(builder, builder.load(total), factor, weight), total)
+
         with cgutils.for_range(builder, num_pairs) as loop:
             pair = builder.gep(values, [builder.mul(loop.index, INDEX(2))])
-            factors = [splat(builder, builder.load(builder.gep(pair, [INDEX(i)])), LANES) for i in range(2)]
-            row = builder.gep(weights, [builder.mul(loop.index, INDEX(len(parts)))])
-            fetch_ahead_of(builder, row, 4 * BF16_COLUMNS)
-            for part in parts:
-                both = builder.load(builder.gep(row, [INDEX(part)]), align=2)
-                low = builder.shl(both, ir.Constant(words, [16] * LANES))
-                high = builder.and_(both, ir.Constant(words, [0xFFFF0000] * LANES))
-                for bits, factor, chains in zip((low, high), factors, totals, strict=True):
-                    weight = builder.bitcast(bits, floats)
-                    builder.store(add_product(builder, builder.load(chains[part]), factor, weight), chains[part])
-        even, odd = totals
-        store_all(builder, sums, [builder.fadd(builder.load(even[part]), builder.load(odd[part])) for part in parts])
+            even, odd = (splat(builder, builder.load(builder.gep(pair, [INDEX(i)])), LANES) for i in range(2))
+            num_vectors = 8 if is_wide else 2
+            row = builder.gep(weights, [builder.mul(loop.index, INDEX(num_vectors))])
+            fetch_ahead_of(builder, row, 64 * num_vectors)
+            for index in range(num_vectors):
+                bits = builder.load(builder.gep(row, [INDEX(index)]), align=2)
+                if is_wide:
+                    add(totals[index % 4], even if index < 4 else odd, bits)
+                else:
+                    add(totals[index], even, builder.shl(bits, ir.Constant(words, [16] * LANES)))
+                    add(totals[2 + index], odd, builder.and_(bits, ir.Constant(words, [0xFFFF0000] * LANES)))
+        results = [builder.load(total) for total in totals]
+        if not is_wide:
+            results = [builder.fadd(results[index], results[2 + index]) for index in range(2)]
+        store_all(builder, sums, results)
         return context.get_dummy_value()
 
     return types.void(values, weights, num_pairs, sums), generate
@@ -252,38 +263,40 @@ def make_few_int8(element: Any, revision: int) -> Kernel:
     return Kernel(few_int8, set())
 
 
-def make_few_bf16(element: Any, revision: int) -> Kernel:
-    """Few bfloat16 rows times packed bfloat16 weights.
+def make_few_float(element: Any, revision: int) -> Kernel:
+    """Few rows times packed weights of their own type.
 
     Arguments: x, its row stride, rows, inputs, padded inputs; weights, bias or 0; output, outputs; scratch and its
     bytes a thread.
     """
 
-    def few_bf16(a: Any) -> None:
+    columns = FLOAT_COLUMNS[np.dtype(type(element)).itemsize]
+
+    def few_float(a: Any) -> None:
         assert revision
         x, stride, num_rows, size, padded = pointer(a[0], element), a[1], a[2], a[3], a[4]
         weights, bias, has_bias = pointer(a[5], element), pointer(a[6], element), a[6] != 0
         output, num_out = pointer(a[7], element), a[8]
         thread, threads = np.int64(thread_index()), np.int64(num_threads())
         totals = pointer(a[9] + thread * a[10], F32)
-        values = moved(totals, BF16_COLUMNS)
+        values = moved(totals, columns)
         for row in range(num_rows):
             own, to = moved(x, row * stride), moved(values, row * padded)
             for i in range(size):
                 to[i] = widen(own[i])
             for i in range(size, padded):
                 to[i] = np.float32(0)
-        num_blocks = (num_out + BF16_COLUMNS - 1) // BF16_COLUMNS
+        num_blocks = (num_out + columns - 1) // columns
         for block in range(num_blocks * thread // threads, num_blocks * (thread + 1) // threads):
-            first = block * BF16_COLUMNS
+            first = block * columns
             for row in range(num_rows):
                 part = moved(weights, first * padded)
-                multiply_bf16_block(moved(values, row * padded), part, padded // 2, totals)
+                multiply_float_block(moved(values, row * padded), part, padded // 2, totals)
                 to = moved(output, row * num_out + first)
-                for i in range(min(BF16_COLUMNS, num_out - first)):
+                for i in range(min(columns, num_out - first)):
                     total = totals[i]
                     if has_bias:
                         total += widen(bias[first + i])
                     to[i] = narrow(total, element)
 
-    return Kernel(few_bf16, set(FUSED))
+    return Kernel(few_float, set(FUSED))

@@ -15,14 +15,14 @@ from tiny_models import family_config, random_weights, write_folder
 
 from kernels import load_ops, reference
 from kernels.cpu import linear
-from kernels.cpu.few_rows import FEW_ROWS_BF16, FEW_ROWS_INT8, load_few_rows
+from kernels.cpu.few_rows import FEW_ROWS_FLOAT, FEW_ROWS_INT8, load_few_rows
 from kernels.cpu.linear import LinearLayers
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Tolerance of a product, relative to the largest of its row."""
 SIZES = [(1, 1), (7, 5), (33, 17), (64, 64), (96, 100), (577, 576), (65, 1536)]
 """(N, K)."""
-NUM_ROWS = sorted({0, 1, 2, 3, FEW_ROWS_BF16, FEW_ROWS_BF16 + 1, FEW_ROWS_INT8, FEW_ROWS_INT8 + 1, 33, 130})
+NUM_ROWS = sorted({0, 1, 2, 3, FEW_ROWS_FLOAT, FEW_ROWS_FLOAT + 1, FEW_ROWS_INT8, FEW_ROWS_INT8 + 1, 33, 130})
 PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
 
 
