@@ -33,6 +33,8 @@ class ServeConfig:
     """The model's public name; default: its folder or file name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = field(default=None, metadata=_in("Model"))
     """Type of weights, activations and KV."""
+    quantization: Literal["none", "int8"] | None = field(default=None, metadata=_in("Model"))
+    """"int8" computes linear layers with weights and inputs rounded to 8 bits: faster, and almost as exact."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
     """Most tokens of prompt and output together; default: what the model and the KV pool hold."""
 

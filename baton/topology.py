@@ -25,6 +25,7 @@ PORT_RANGE = range(20_000, 32_000)
 WORKER_OPTIONS = (
     "served_model_name",
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "batch_schedule",

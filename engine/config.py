@@ -23,6 +23,8 @@ class WorkerConfig:
     """The model's public name; default: its folder or file name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default="auto", metadata=_in("Model"))
     """Type of weights, activations and KV; auto: the checkpoint's, float32 for GGUF."""
+    quantization: Literal["none", "int8"] = field(default="none", metadata=_in("Model"))
+    """"int8" computes linear layers with weights and inputs rounded to 8 bits; all workers must be told the same."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
     """Most tokens of prompt and output together; default: the model's context, or what the KV pool holds if less."""
 

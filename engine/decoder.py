@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.weights.source import WeightSource
-from kernels import AttentionMetadata, Ops
+from kernels import AttentionMetadata, Ops, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Decoder(ABC):
     def read_spec(config: ConfigReader) -> DecoderSpec:
         """What the family's configuration means. Raises CheckpointError for what is not supported."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization = "none") -> None:
         self.spec = spec
         """The model's shape."""
         self._ops = ops
-        load = WeightLoader(spec, ops, weights)
+        load = WeightLoader(spec, ops, weights, quantization)
         self._embedding = load.embedding()  # [V, H]
         self._layers = [load.layer(index) for index in range(spec.num_layers)]
         self._final_norm = weights.read("model.norm.weight", (spec.hidden_size,)).to(ops.device)  # [H]
@@ -118,10 +118,11 @@ class Decoder(ABC):
 class WeightLoader:
     """Reads weights by their Hugging Face names, checks every shape, joins what is computed together."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization) -> None:
         self._spec = spec
         self._ops = ops
         self._weights = weights
+        self._quantization = quantization
 
     def embedding(self) -> Tensor:
         """[V, H]."""
@@ -129,7 +130,8 @@ class WeightLoader:
         return self._read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
 
     def head(self, embedding: Tensor) -> object:
-        """H to V; the embedding itself where the two are tied."""
+        """H to V; the embedding itself where the two are tied. Never quantised: what it costs in accuracy is, for its
+        size, more than elsewhere, since nothing comes after it."""
         if self._spec.tied_head:
             return self._ops.prepare_linear(embedding, None)
         shape = (self._spec.vocab_size, self._spec.hidden_size)
@@ -174,7 +176,7 @@ class WeightLoader:
         bias = None
         if with_bias:
             bias = torch.cat([self._read(f"{name}.bias", (num_out,)) for name, num_out in parts])
-        return self._ops.prepare_linear(weight, bias)
+        return self._ops.prepare_linear(weight, bias, self._quantization)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._weights.read(name, shape).to(self._ops.device)

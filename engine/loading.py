@@ -6,16 +6,17 @@ that pool. torch is imported by the real models alone, so that tracer processes 
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from engine import tracer
 from engine.batch import Runner
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
 from runtime.checkpoint import open_checkpoint
+from runtime.host import num_cpus
 
 TRACER = "tracer"
 Progress = Callable[[float], None]
@@ -53,8 +54,13 @@ class ModelParts(ABC):
         """Reads the weights; blocks, so call it from a thread. `progress` is told the part done, 0 to 1."""
 
 
-def open_model(model: str, dtype: str, served_model_name: str | None) -> ModelParts:
-    """Finds a model and reads what is needed before its weights. Raises CheckpointError or ConfigError."""
+def open_model(
+    model: str, dtype: str, served_model_name: str | None, quantization: Literal["none", "int8"] = "none"
+) -> ModelParts:
+    """Finds a model and reads what is needed before its weights. Raises CheckpointError or ConfigError.
+
+    The tracer has neither a choice of dtype nor anything to quantise.
+    """
     if model == TRACER:
         return _Tracer(
             name=served_model_name or TRACER,
@@ -65,7 +71,7 @@ def open_model(model: str, dtype: str, served_model_name: str | None) -> ModelPa
             max_context=tracer.MAX_MODEL_LEN,
             eos_token_ids=(tracer.EOS_TOKEN_ID,),
         )
-    return _open_checkpoint(model, dtype, served_model_name)
+    return _open_checkpoint(model, dtype, served_model_name, quantization)
 
 
 class _Tracer(ModelParts):
@@ -81,7 +87,9 @@ class _Tracer(ModelParts):
         return tracer.TracerRunner(memory, layout)
 
 
-def _open_checkpoint(model: str, dtype: str, served_model_name: str | None) -> ModelParts:
+def _open_checkpoint(
+    model: str, dtype: str, served_model_name: str | None, quantization: Literal["none", "int8"]
+) -> ModelParts:
     from engine import model_runner
 
     checkpoint = open_checkpoint(model)
@@ -103,18 +111,18 @@ def _open_checkpoint(model: str, dtype: str, served_model_name: str | None) -> M
             from kernels import load_ops
             from kvstore.cache import KVCache
 
-            # One thread a core that this process may use: more would fight each other and the other workers.
-            self.set_num_threads(len(os.sched_getaffinity(0)))
+            # More threads would fight each other and the other workers.
+            self.set_num_threads(num_cpus())
             ops = load_ops("cpu")
-            decoder = model_runner.load_model(checkpoint, spec, ops, progress)
+            decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
             return model_runner.ModelRunner(decoder, ops, KVCache(memory))
 
     return TorchModel(
         name=served_model_name or checkpoint.name,
         architecture=spec.architecture,
         dtype=spec.dtype,
-        # Workers of another dtype compute other KV and other tokens.
-        fingerprint=f"{checkpoint.fingerprint}-{spec.dtype}",
+        # Workers of another dtype or quantisation compute other KV and other tokens.
+        fingerprint="-".join((checkpoint.fingerprint, spec.dtype, *([] if quantization == "none" else [quantization]))),
         vocab_size=spec.vocab_size,
         max_context=spec.max_context_len,
         eos_token_ids=checkpoint.eos_token_ids,

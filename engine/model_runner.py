@@ -20,7 +20,7 @@ from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.models import load_model_class
 from engine.request import Sample
 from engine.weights import Progress, open_weights
-from kernels import AttentionMetadata, Ops
+from kernels import AttentionMetadata, Ops, Quantization
 from kvstore.cache import KVCache
 from kvstore.layout import KVLayout
 from runtime.checkpoint import Checkpoint
@@ -87,8 +87,14 @@ def config_path(checkpoint: Checkpoint) -> Path:
     return checkpoint.path if checkpoint.gguf is not None else checkpoint.path / "config.json"
 
 
-def load_model(checkpoint: Checkpoint, spec: ModelSpec, ops: Ops, progress: Progress | None = None) -> Decoder:
-    """Reads the weights of `checkpoint` onto the device of `ops`.
+def load_model(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: Ops,
+    progress: Progress | None = None,
+    quantization: Quantization = "none",
+) -> Decoder:
+    """Reads the weights of `checkpoint` onto the device of `ops`; those of linear layers are quantised as told.
 
     `progress` is called with the share done, from above 0 to exactly 1. Raises CheckpointError naming the file and the
     tensor that is missing, misshapen, truncated or of an unknown kind.
@@ -96,7 +102,7 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, ops: Ops, progress: Prog
     report = progress or (lambda share: None)
     weights = open_weights(checkpoint, DTYPES[spec.dtype], report)
     with torch.inference_mode():
-        model = load_model_class(spec.architecture, checkpoint.path)(spec.decoder, ops, weights)
+        model = load_model_class(spec.architecture, checkpoint.path)(spec.decoder, ops, weights, quantization)
     report(1.0)
     return model
 

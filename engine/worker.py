@@ -156,7 +156,7 @@ class Worker:
         """A worker that takes calls inside the block and is gone after it: running calls get a moment, then end."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            model = open_model(config.model, config.dtype, config.served_model_name)
+            model = open_model(config.model, config.dtype, config.served_model_name, config.quantization)
             layout = model.layout(config.kv_block_size)
             epoch = secrets.randbits(63)
             memory = self._open_memory(model, layout, epoch)

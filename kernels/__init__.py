@@ -15,9 +15,14 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Quantization = Literal["none", "int8"]
+"""What a linear layer computes with: "none", the numbers it was given; "int8", weights rounded to 8 bits at load, a
+scale for each output, and inputs rounded to 8 bits at every call, a range for each row: see `reference.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Ops(ABC):
         return None
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> object:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
         """Takes over a weight [N, K] and bias [N] and returns them in the form that `linear` wants; called at load."""
 
     @abstractmethod

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata
+from kernels import AttentionMetadata, Quantization
+
+SMALLEST_SPREAD = 1e-30
+"""A row of zeros is scaled as if its numbers went so far apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,20 @@ class LinearWeights:
 
     weight: Tensor  # [N, K]
     """Transposed as checkpoints store it."""
+    bias: Tensor | None  # [N]
+    """None where the layer has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weights:
+    """A weight rounded to 8 bits."""
+
+    values: Tensor  # [N, K] int8
+    """-127 to 127."""
+    scales: Tensor  # [N] float32
+    """What the values of an output are multiplied with."""
+    sums: Tensor  # [N] float32
+    """Of each output's values."""
     bias: Tensor | None  # [N]
     """None where the layer has none."""
 
@@ -74,13 +91,43 @@ def padded_num_blocks(num_blocks: int) -> int:
     return -(-num_blocks // step) * step
 
 
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] to int8 [N, K] and float32 scales [N]: an output's largest magnitude becomes 127."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1).clamp_min(SMALLEST_SPREAD) / 127  # [N]
+    return (wide / scales[:, None]).round().to(torch.int8), scales
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, K] to int8 values [T, K], float32 scales [T] and middles [T]: x is about (value + middle) * scale.
+
+    A row's numbers, and zero, are spread over 253 steps, halves going to even. The middle is a whole number: outputs of
+    norms have outliers on one side, so that a range about zero would be half empty.
+    """
+    wide = x.float()
+    low, high = wide.amin(dim=1).clamp_max(0), wide.amax(dim=1).clamp_min(0)  # [T]
+    spread = (high - low).clamp_min(SMALLEST_SPREAD)  # [T]
+    steps = spread.reciprocal() * 253  # [T]
+    middles = ((high + low) * 0.5 * steps).round()  # [T]
+    values = (wide * steps[:, None]).round() - middles[:, None]  # [T, K]
+    return values.to(torch.int8), spread / 253, middles
+
+
 class Ops(kernels.Ops):
     """Every operation by its definition."""
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> object:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
+        if quantization == "int8":
+            values, scales = round_weight(weight)
+            return Int8Weights(values, scales, values.sum(dim=1).float(), bias)
         return LinearWeights(weight, bias)
 
     def linear(self, x: Tensor, prepared: object) -> Tensor:
+        if isinstance(prepared, Int8Weights):
+            values, scales, middles = round_inputs(x)  # [T, K], [T], [T]
+            products = (values.double() @ prepared.values.double().T).float()  # [T, N], of whole numbers
+            product = (products + middles[:, None] * prepared.sums) * prepared.scales * scales[:, None]  # [T, N]
+            return (product if prepared.bias is None else product + prepared.bias.float()).to(x.dtype)
         assert isinstance(prepared, LinearWeights)
         return F.linear(x, prepared.weight, prepared.bias)  # [T, N]
 

@@ -1,6 +1,6 @@
 """What this machine, or the container this process runs in, has to give.
 
-Owns reading the memory limit; nothing is cached, nothing is set.
+Owns reading the limits of memory and CPU time; nothing is cached, nothing is set.
 """
 
 from __future__ import annotations
@@ -12,6 +12,20 @@ CGROUP_LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),  # version 2, as seen from inside a container
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1
 )
+CGROUP_CPU_FILE = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_cpus(cpu_file: Path = CGROUP_CPU_FILE) -> int:
+    """CPUs this process can keep busy: those it may run on, or what the container's share of CPU time is worth if less.
+
+    More threads than that would be stopped by the kernel in turn, and wait for each other.
+    """
+    count = len(os.sched_getaffinity(0))
+    if cpu_file.is_file():
+        quota, period = cpu_file.read_text(encoding="ascii").split()
+        if quota != "max":
+            count = min(count, -(-int(quota) // int(period)))
+    return max(1, count)
 
 
 def memory_limit_bytes(limit_files: tuple[Path, ...] = CGROUP_LIMIT_FILES) -> int:

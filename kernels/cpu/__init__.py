@@ -1,6 +1,6 @@
-"""CPU operations: compiled kernels where Numba runs, the reference where it does not.
+"""CPU operations: compiled kernels where Numba runs, torch's and the reference's where it does not.
 
-Owns the choice, which it makes once and reports. Linear layers are torch's in either case.
+Owns the choice, which it makes once and reports. Linear layers choose for themselves, layer by layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import AttentionMetadata, reference
+from kernels import AttentionMetadata, Quantization, reference
+from kernels.cpu.few_rows import load_few_rows
+from kernels.cpu.linear import LinearLayers
 
 if TYPE_CHECKING:
     from kernels.cpu.compiled import CompiledOps
@@ -35,6 +37,7 @@ class Ops(reference.Ops):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._compiled = load_compiled()
+        self._linear = LinearLayers(load_few_rows())
 
     # Attention and elementwise operations.
 
@@ -89,3 +92,11 @@ class Ops(reference.Ops):
         if self._compiled is None:
             return super().silu_mul(gate_up)
         return self._compiled.silu_mul(gate_up)
+
+    # Linear layers.
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
+        return self._linear.prepare(weight, bias, quantization)
+
+    def linear(self, x: Tensor, prepared: object) -> Tensor:
+        return self._linear.multiply(x, prepared)

@@ -14,7 +14,7 @@ import torch
 from engine.batch import Batch, SampleRow
 from engine.model_runner import ModelRunner, load_model, model_spec
 from engine.request import Sample, SamplingParams
-from kernels import load_ops
+from kernels import Quantization, load_ops
 from kvstore.cache import KVCache
 from kvstore.memory import PoolMemory
 from runtime.checkpoint import open_checkpoint
@@ -23,7 +23,14 @@ BLOCK_SIZE = 16
 GREEDY = SamplingParams()
 
 
-def load_runner(model: str | Path, *, num_tokens: int, num_sequences: int = 1, dtype: str = "auto") -> ModelRunner:
+def load_runner(
+    model: str | Path,
+    *,
+    num_tokens: int,
+    num_sequences: int = 1,
+    dtype: str = "auto",
+    quantization: Quantization = "none",
+) -> ModelRunner:
     """A runner with room for `num_sequences` of altogether `num_tokens`."""
     checkpoint = open_checkpoint(str(model))
     spec = model_spec(checkpoint, dtype)
@@ -31,7 +38,7 @@ def load_runner(model: str | Path, *, num_tokens: int, num_sequences: int = 1, d
     num_blocks = -(-num_tokens // BLOCK_SIZE) + num_sequences
     memory = PoolMemory(spec.kv_layout(BLOCK_SIZE), num_blocks)
     memory.commit(num_blocks)
-    return ModelRunner(load_model(checkpoint, spec, ops), ops, KVCache(memory))
+    return ModelRunner(load_model(checkpoint, spec, ops, None, quantization), ops, KVCache(memory))
 
 
 class Driver:
