@@ -56,7 +56,7 @@ class Dispatcher:
         self, answer: Answer, session: SessionRecord | None, parent: Span
     ) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
-        num_deaths, num_failures, num_evictions, avoided = 0, 0, 0, set[Incarnation]()
+        num_failures, num_evictions, avoided, dead = 0, 0, set[Incarnation](), set[Incarnation]()
         first_dispatch_s: float | None = None
         attempt_number = 0
         while True:
@@ -72,13 +72,17 @@ class Dispatcher:
                     served = None
                 else:
                     progressed = len(answer.token_ids) > num_before
-                    num_deaths = 0 if progressed else num_deaths + failure.worker_died
                     num_failures = 0 if progressed else num_failures + 1
+                    if progressed:
+                        dead.clear()
+                    if failure.worker_died and failure.culprit is not None:
+                        # One that breaks calls, while its reports are merely late, dies once.
+                        dead.add(failure.culprit)
                     num_evictions += failure.evicted
                     # Eviction is scheduling at work; anything else is for someone to look at.
                     level = logging.INFO if failure.evicted else logging.WARNING
                     LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
-                    if num_deaths >= MAX_DEATHS or num_failures >= MAX_FAILURES:
+                    if len(dead) >= MAX_DEATHS or num_failures >= MAX_FAILURES:
                         raise Unavailable(
                             f"the request failed {num_failures} times running without a new token; last: "
                             f"{failure.message}"

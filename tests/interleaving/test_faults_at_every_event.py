@@ -70,3 +70,15 @@ def test_two_faults_at_once(deep: bool, first_seed: int) -> None:
         pair: list[Fault] = draws.sample(faults, 2)
         BASE.play(*pair).run()
     print(f"\n{num_runs} pairs out of {len(faults)} faults")
+
+
+def test_a_worker_that_refuses_while_its_reports_are_late_dies_once() -> None:
+    """The lone decode worker breaks one call after the other before the router can know that it is gone."""
+    setting = Setting("one and one", size=Size(num_prefill=1, num_decode=1, prefill=SHORT_LEASES))
+    faults = list(single_faults(setting))
+    silences = [each for each in faults if each.index == 0 and "Watch" in each.name and each.name.endswith("stalls")]
+    drains = [each for each in faults if each.name == "decode-0 drains without patience"]
+    num_by_attempts = Counter(
+        setting.play(silence, drained).run().num_attempts for silence in silences for drained in drains
+    )
+    assert max(num_by_attempts) > 3, "nothing was tried as often as three deaths would allow"
