@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from model_driver import Driver, load_runner
 from tiny_models import family_config, random_weights, write_folder
 
-from kernels import load_ops, reference
+from kernels import Quantization, load_ops, reference
 from kernels.cpu import linear
 from kernels.cpu.few_rows import FEW_ROWS_FLOAT, FEW_ROWS_INT8, load_few_rows
 from kernels.cpu.linear import LinearLayers
@@ -30,6 +31,13 @@ PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
 def layers(request: pytest.FixtureRequest) -> LinearLayers:
     """With the compiled kernels, where they can be had, and without."""
     return LinearLayers(load_few_rows() if request.param == "compiled" else None)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -103,11 +111,28 @@ def test_int8_row_does_not_depend_on_its_neighbours(layers: LinearLayers) -> Non
         assert torch.equal(layers.multiply(x[:num_rows], prepared), together[:num_rows])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS_INT8 + 1])
+def test_few_rows_and_8_bits_do_not_depend_on_threads(
+    layers: LinearLayers, num_rows: int, quantization: Quantization, restored_threads: None
+) -> None:
+    x = random(num_rows, 576, dtype=torch.bfloat16)
+    prepared = layers.prepare(random(1000, 576, dtype=torch.bfloat16, seed=1), None, quantization)
+    products = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        products.append(layers.multiply(x, prepared))
+    if quantization == "int8":
+        assert torch.equal(products[0], products[1]) and torch.equal(products[0], products[2])
+    for product in products[1:]:
+        torch.testing.assert_close(product, products[0], atol=0.25, rtol=0.01)
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
 @pytest.mark.parametrize("num_rows", [4, 40])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_what_is_not_finite_stays_visible_and_in_its_row(
-    layers: LinearLayers, quantization: str, num_rows: int, bad: float
+    layers: LinearLayers, quantization: Quantization, num_rows: int, bad: float
 ) -> None:
     x = random(num_rows, 64, dtype=torch.float32)
     prepared = layers.prepare(random(8, 64, dtype=torch.float32, seed=1), None, quantization)
@@ -156,7 +181,9 @@ def resident_bytes() -> int:
     ("dtype", "quantization", "most"),
     [(torch.float32, "none", 1.15), (torch.bfloat16, "none", 1.15), (torch.float32, "int8", 0.4)],
 )
-def test_plain_weights_are_not_kept(layers: LinearLayers, dtype: torch.dtype, quantization: str, most: float) -> None:
+def test_plain_weights_are_not_kept(
+    layers: LinearLayers, dtype: torch.dtype, quantization: Quantization, most: float
+) -> None:
     size = 4096
     layers.prepare(torch.ones(64, 64, dtype=dtype), None, quantization)
     before = resident_bytes()

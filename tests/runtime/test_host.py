@@ -1,4 +1,4 @@
-"""The memory limit, with and without a container."""
+"""The limits of memory and CPU time, with and without a container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.host import memory_limit_bytes
+from runtime.host import memory_limit_bytes, num_cpus
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -26,3 +26,17 @@ def test_the_lesser_of_machine_and_container(tmp_path: Path, text: str, expected
 def test_without_a_container(tmp_path: Path) -> None:
     """No file, no limit but the machine's."""
     assert memory_limit_bytes((tmp_path / "none",)) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max 100000\n", 3), ("100000 100000\n", 1), ("150000 100000\n", 2), ("900000 100000\n", 3), ("10000 100000", 1)],
+)
+def test_cpus_are_as_many_as_the_quota_keeps_busy(
+    tmp_path: Path, text: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 5})
+    path = tmp_path / "cpu.max"
+    path.write_text(text, encoding="ascii")
+    assert num_cpus(path) == expected
+    assert num_cpus(tmp_path / "none") == 3
