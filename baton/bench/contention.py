@@ -193,7 +193,7 @@ CONTENTION = (
             max_concurrency=20,
             prompt_tokens=128,
             output_tokens=64,
-            long_prompt_tokens=1024,
+            long_prompt_tokens=128,
             long_output_tokens=2,
         ),
         _priority,
