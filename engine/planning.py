@@ -55,11 +55,11 @@ def fill_shared(
 ) -> None:
     """Fills a plan with chunks of prompts, given by rank, up to `budget` tokens.
 
-    What is left of the budget belongs to the first, but half of it is open to shorter ones of its class or above, by
-    class and then shortest first: short prompts are not stuck behind a long one, and the long one takes at most twice
-    its time. Of what a class of these gets, half belongs to the one that has waited longest once it waits since
-    `overdue_since_s` or earlier, so that no stream of shorter ones keeps it out. The rest, equally long as the first or
-    of a lower class, get what these leave.
+    What is left of the budget belongs to the first, but shorter ones of its class or above, by class and then shortest
+    first, may have half of it, and more as long as they have had no more than it has had: short prompts are not stuck
+    behind a long one, and the long one takes at most twice its time. Of what a class of these gets, half belongs to the
+    one that has waited longest once it waits since `overdue_since_s` or earlier, so that no stream of shorter ones
+    keeps it out. The rest, equally long as the first or of a lower class, get what these leave.
     """
     if not prompts:
         return
@@ -69,7 +69,9 @@ def fill_shared(
         for other in others
         if other.num_pending < first.num_pending and other.request.priority >= first.request.priority
     ]
-    _fill_beside(plan, first, shorter, chunk_size, budget)
+    num_owed = first.num_computed - first.num_cached - first.num_yielded
+    _fill_beside(plan, first, shorter, chunk_size, budget, num_owed)
+    num_before = plan.num_tokens
     for priority in sorted({other.request.priority for other in shorter}, reverse=True):
         equals = [other for other in shorter if other.request.priority == priority]
         longest_waiting = equals[0]
@@ -78,14 +80,18 @@ def fill_shared(
             equals.remove(longest_waiting)
             _fill_beside(plan, longest_waiting, equals, chunk_size, budget)
         fill(plan, equals, chunk_size, budget)
+    first.num_yielded += plan.num_tokens - num_before
     planned = {part.sequence for part in plan.slices}
     fill(plan, [other for other in others if other not in planned], chunk_size, budget)
 
 
-def _fill_beside(plan: Plan, one: Sequence, others: list[Sequence], chunk_size: int, budget: int) -> None:
-    """Gives one what is left, but for the half that others can use."""
-    share = min((budget - plan.num_tokens) // 2, sum(min(other.num_pending, chunk_size) for other in others))
-    fill(plan, [one], chunk_size, budget - share)
+def _fill_beside(
+    plan: Plan, one: Sequence, others: list[Sequence], chunk_size: int, budget: int, num_owed: int = 0
+) -> None:
+    """Gives one what is left, but for what others can use of the half that is open to them, or of `num_owed`."""
+    left = budget - plan.num_tokens
+    num_open = max(left // 2, min(left, num_owed))
+    fill(plan, [one], chunk_size, budget - min(num_open, sum(min(other.num_pending, chunk_size) for other in others)))
 
 
 def build_batch(plan: Plan, block_size: int, eos_token_ids: tuple[int, ...]) -> Batch:

@@ -99,6 +99,8 @@ class Sequence:
     """Leading tokens whose KV was reused and not computed for this attempt."""
     num_borrowed: int = 0
     """Leading blocks that others held when it was admitted: they are expected to stay when it ends."""
+    num_yielded: int = 0
+    """Tokens of steps that shorter prompts had while this one was the first."""
     num_pins: int = 0
     """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
     finish_reason: FinishReason | None = None

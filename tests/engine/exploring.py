@@ -149,6 +149,7 @@ def describe(sequence: Sequence, names: Names) -> Hashable:
         sequence.state.value,
         sequence.num_tokens,
         sequence.num_computed,
+        sequence.num_yielded,
         sequence.num_registered,
         sequence.num_pins,
         names.table(sequence),

@@ -77,13 +77,18 @@ class PrefillWorld(World):
         self.scheduler.credit(self._live(index))
 
     def plan(self) -> None:
+        owed = {
+            each: each.num_computed - each.num_cached - each.num_yielded
+            for each in self.scheduler.live()
+            if each.state is State.PREFILLING
+        }
         plan = self.scheduler.plan(0.0)
         holding = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
         check_plan(plan, self.limits, len(holding))
         if plan.slices:
             self.step = Step(plan, self.holdings)
             self.step.check_writers()
-        self._check_share()
+        self._check_share(owed)
         self._check_classes()
 
     def commit(self) -> None:
@@ -110,8 +115,9 @@ class PrefillWorld(World):
         assert sequence is not None
         return sequence
 
-    def _check_share(self) -> None:
-        """A step is full or computes all there is; its first by rank has half; nobody of a lower class has the rest
+    def _check_share(self, owed: dict[Sequence, int]) -> None:
+        """A step is full or computes all there is; its first by rank has half, or has had no less than others had
+        beside it; nobody of a lower class has the rest
         before one of a higher class that is shorter than the first."""
         running = [each for each in self.scheduler.live() if each.state is State.PREFILLING]
         if not running:
@@ -122,7 +128,10 @@ class PrefillWorld(World):
         wanted = {each: min(each.num_pending, chunk_size) for each in running}
         assert sum(took.values()) == min(budget, sum(wanted.values())), "a part of the step is idle"
         first = min(running, key=self._rank)
-        assert took[first] >= min(wanted[first], budget - budget // 2)
+        num_open = max(budget // 2, min(budget, owed.get(first, 0)))
+        assert took.get(first, 0) >= min(wanted[first], budget - num_open)
+        num_done = first.num_computed - first.num_cached + took.get(first, 0)
+        assert first.num_yielded <= num_done, "it takes more than twice its time"
         for each in running:
             behind = [other for other in running if other.request.priority < each.request.priority]
             is_before = self._rank(each) == self._rank(first) or each.num_pending < first.num_pending

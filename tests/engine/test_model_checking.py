@@ -15,7 +15,7 @@ from engine.request import Priority
 from engine.sequence import Sequence, State
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
-MAX_STATES = 5000
+MAX_STATES = 10_000
 
 DECODE = {
     "two that wait for each other's look-ahead block": (

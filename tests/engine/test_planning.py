@@ -99,7 +99,9 @@ def test_halves_go_to_the_first_and_to_those_that_have_waited_too_long(prompts, 
     wanted = {each: min(each.num_pending, chunk_size) for each in sequences}
     assert plan.num_tokens == min(budget, sum(wanted.values())), "a part of the step is idle"
     first = sequences[0]
-    assert took[first] >= min(wanted[first], budget - budget // 2)
+    # What it has computed itself others may have as well, were it the whole step.
+    num_open = max(budget // 2, min(budget, first.num_computed))
+    assert took.get(first, 0) >= min(wanted[first], budget - num_open)
     shorter = [
         each
         for each in sequences[1:]
