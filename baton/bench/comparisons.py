@@ -153,7 +153,7 @@ COMPARISONS = (
     Scenario(
         "router",
         "CPU time of the router for each token",
-        Sizes(num_requests=512, max_concurrency=256, dataset="random", prompt_tokens=64, output_tokens=64),
+        Sizes(num_requests=256, max_concurrency=256, dataset="random", prompt_tokens=64, output_tokens=512),
         _router,
         model="tracer",
         needs_own_service=True,
