@@ -43,16 +43,8 @@ demo: setup
 serve: setup
 	$(BIN)/baton serve $(MODEL)
 
-# Tests that start processes or wait for sockets run one at a time; the others, which only compute, on two cores.
-COMPUTING := $(addprefix tests/,engine interleaving kvstore model runtime text)
-
 test: setup $(ORACLE)/.installed
-ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(COMPUTING)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
-else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-endif
 
 lint: setup
 	$(BIN)/ruff check .
