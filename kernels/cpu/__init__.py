@@ -25,8 +25,8 @@ def load_compiled() -> CompiledOps | None:
     """The compiled operations; None, with the reason in the log, where they cannot be had."""
     try:
         from kernels.cpu.compiled import CompiledOps
-    except ImportError as error:
-        LOG.warning("CPU kernels are the slow reference, since Numba cannot be loaded: %s", error)
+    except (ImportError, AttributeError) as error:  # the latter: a torch without an operator they use
+        LOG.warning("CPU kernels are the slow reference, since they cannot be loaded: %s", error)
         return None
     return CompiledOps()
 
