@@ -179,6 +179,7 @@ class Supervisor:
                 *child.spec.argv,
                 f"--status-fd={theirs.fileno()}",
                 pass_fds=(theirs.fileno(),),
+                env={**dict(child.spec.environment), **os.environ},
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )

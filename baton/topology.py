@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.options import ServeConfig, read_pool_options
+from runtime import huge_pages
 from runtime.errors import Unavailable
 from runtime.rpc import format_address
 
@@ -58,6 +59,8 @@ class ProcessSpec:
     """Whether the system is ready only when this process says so."""
     cpus: frozenset[int] = frozenset()
     """CPUs it may use; empty: all."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that it gets beside those of this process, where they are not set already."""
     stop_rank: int = 0
     """At shutdown, processes of a lower rank end before those of a higher one are told to."""
 
@@ -179,7 +182,7 @@ def _worker(
         f"--kv-cache-gpu-mem-utilization={_memory_share(config)}",
         *_flags(config, OBSERVABILITY_OPTIONS),
     ]
-    return ProcessSpec(name, tuple(argv), cpus=cpus, stop_rank=1)
+    return ProcessSpec(name, tuple(argv), cpus=cpus, environment=(huge_pages.MALLOC_SETTING,), stop_rank=1)
 
 
 def _memory_share(config: ServeConfig) -> float:

@@ -6,6 +6,7 @@ that pool. torch is imported by the real models alone, so that tracer processes 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from engine import tracer
 from engine.batch import Runner
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
+from runtime import huge_pages
 from runtime.checkpoint import open_checkpoint
 from runtime.host import num_cpus
 
+LOG = logging.getLogger(__name__)
 TRACER = "tracer"
 Progress = Callable[[float], None]
 
@@ -107,7 +110,6 @@ def _open_checkpoint(
             torch.set_num_threads(count)
 
         def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
-
             from kernels import load_ops
             from kvstore.cache import KVCache
 
@@ -115,6 +117,7 @@ def _open_checkpoint(
             self.set_num_threads(num_cpus())
             ops = load_ops("cpu")
             decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
+            LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
             return model_runner.ModelRunner(decoder, ops, KVCache(memory))
 
     return TorchModel(

@@ -128,7 +128,7 @@ class StepLoop:
                 # What was refused is not asked for again so soon; half of it may be had.
                 holdings.max_blocks, self._refused_s = pool.num_total + num_more - 1, self._clock()
                 num_more //= 2
-            pool.grow(num_more)
+            pool.grow(self._memory.num_blocks - pool.num_total)  # may be more than was asked for
 
     def _num_usual_more(self) -> int:
         """Blocks to grow by where fewer are missing: half as many again, until all seats have what is usual."""

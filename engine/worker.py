@@ -28,7 +28,7 @@ from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
 from kvstore.layout import KVLayout
 from kvstore.leases import LeaseTable
-from kvstore.memory import PoolMemory, unlink_dead
+from kvstore.memory import PoolMemory, round_ceiling, unlink_dead
 from kvstore.metadata import open_store
 from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
 from protos import inference_pb2, worker_pb2_grpc
@@ -233,7 +233,7 @@ class Worker:
         if ceiling is None:
             useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
             affordable = int(config.kv_cache_gpu_mem_utilization * memory_limit_bytes()) // layout.block_bytes
-            ceiling = max(1, min(useful, affordable))
+            ceiling = round_ceiling(layout, max(1, min(useful, affordable)))
         if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
             raise ConfigError(
                 f"--max-model-len: the KV pool holds {ceiling * layout.block_size} tokens "

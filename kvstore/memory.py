@@ -1,7 +1,8 @@
 """The bytes of a KV pool: an address range as large as the pool may ever get, of which a leading part is usable.
 
 Owns the mapping, the file behind it (`baton-kv-<pid>-<epoch>`, where readers on the same host find it) and that file's
-format: a header page, then the planes. It knows nothing of references or content, and nothing of torch.
+format: a header page, then the planes. Where planes are a whole number of huge pages, each begins with one, and blocks
+become usable by whole huge pages. It knows nothing of references or content, and nothing of torch.
 Invariants: bytes never move; in a file, blocks below `num_blocks` have their pages (a full file system is an error when
 growing, not a signal when writing); the file's lock is held as long as its owner lives, so an unlocked file is dead.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -22,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.layout import KVLayout
+from runtime import huge_pages
 from runtime.errors import BatonError
 
 Planes = npt.NDArray[np.uint8]
@@ -33,7 +36,7 @@ FILE_PREFIX = "baton-kv-"
 SECRET_BYTES = 32
 """Size of a pool file's secret."""
 
-_HEADER_BYTES = 4096  # one page, so that the planes stay aligned
+_HEADER_BYTES = 4096  # at least; one page, so that the planes stay aligned
 _HEADER = struct.Struct(f"<8s{SECRET_BYTES}sQQ")  # magic, secret, ceiling, num_blocks
 _MAGIC = b"batonkv1"
 
@@ -73,7 +76,7 @@ class PoolMemory:
         """Blocks that are usable: ids below this."""
         self._fd: int | None = None
         mapping = self._map(_file_bytes(layout, ceiling))
-        self._mapping: mmap.mmap | None = mapping
+        self._mapping: memoryview | None = mapping
         self.planes = _view_planes(mapping, layout, ceiling)
         self._write_header(mapping)
 
@@ -115,7 +118,7 @@ class PoolMemory:
         return memory
 
     def commit(self, num_blocks: int) -> None:
-        """Makes the blocks below `num_blocks` usable; a smaller number than now changes nothing.
+        """Makes the blocks below `num_blocks` usable, or some more; a smaller number than now changes nothing.
 
         Raises PoolMemoryFull, with nothing changed and the pages given back, if the file system has no room.
         """
@@ -124,8 +127,10 @@ class PoolMemory:
         if num_blocks <= self.num_blocks:
             return
         assert self._mapping is not None, "a closed pool has a ceiling of 0"
+        num_blocks = self._fill_pages(num_blocks)
+        self._ask_for_huge_pages(self._mapping, num_blocks)
         if self._fd is not None:
-            self._allocate_pages(self._fd, self._mapping, num_blocks)
+            self._allocate_pages(self._fd, num_blocks)
         self.num_blocks = num_blocks
         self._write_header(self._mapping)
 
@@ -136,33 +141,49 @@ class PoolMemory:
         self.planes = self.planes[:, :0].copy()
         self._mapping = None
 
-    def _map(self, num_bytes: int) -> mmap.mmap:
+    def _map(self, num_bytes: int) -> memoryview:
         if self.shared_path is None:
-            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._fd = _create_locked(self.shared_path)
         try:
             os.ftruncate(self._fd, num_bytes)
-            os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
-            return mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_SHARED)
+            os.posix_fallocate(self._fd, 0, _HEADER.size)
+            return huge_pages.map_aligned(self._fd, num_bytes)
         except OSError:
             self._drop_file()
             raise
 
-    def _allocate_pages(self, fd: int, mapping: mmap.mmap, num_blocks: int) -> None:
+    def _fill_pages(self, num_blocks: int) -> int:
+        """So many blocks, or as many as the last huge page of each plane has room for."""
+        size, page = self.layout.plane_block_bytes, huge_pages.HUGE_PAGE_BYTES
+        if not _is_aligned(self.layout, self.ceiling):
+            return num_blocks
+        return -(-num_blocks * size // page) * page // size
+
+    def _ask_for_huge_pages(self, mapping: memoryview, num_blocks: int) -> None:
+        """For what becomes usable, and for what is beside it in a block's last huge page."""
+        if not _is_aligned(self.layout, self.ceiling):
+            return
+        address, page = huge_pages.address_of(mapping), huge_pages.HUGE_PAGE_BYTES
+        for start, length in _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks):
+            first = start // page * page
+            huge_pages.collapse(address + first, -(-(start + length) // page) * page - first)
+
+    def _allocate_pages(self, fd: int, num_blocks: int) -> None:
         ranges = _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
-        for index, (start, length) in enumerate(ranges):
+        for start, length in ranges:
             try:
                 os.posix_fallocate(fd, start, length)
             except OSError as error:
-                for done_start, done_length in ranges[: index + 1]:
-                    _give_back_pages(mapping, done_start, done_length)
+                for done_start, done_length in ranges:  # those after it may have huge pages
+                    _give_back_pages(fd, done_start, done_length)
                 wanted = (num_blocks - self.num_blocks) * self.layout.block_bytes
                 raise PoolMemoryFull(
                     f"{self.shared_path}: no room for {num_blocks - self.num_blocks} more blocks, {wanted} bytes: "
                     f"{error.strerror}"
                 ) from error
 
-    def _write_header(self, mapping: mmap.mmap) -> None:
+    def _write_header(self, mapping: memoryview) -> None:
         _HEADER.pack_into(mapping, 0, _MAGIC, self.secret, self.ceiling, self.num_blocks)
 
     def _drop_file(self) -> None:
@@ -267,29 +288,43 @@ def _create_locked(path: Path) -> int:
         os.close(fd)
 
 
-def _give_back_pages(mapping: mmap.mmap, start: int, length: int) -> None:
+def _give_back_pages(fd: int, start: int, length: int) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # a page shared with a usable block stays
     last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
     if last <= first:
         return
     try:
-        mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+        with mmap.mmap(fd, last - first, flags=mmap.MAP_SHARED, offset=first) as mapping:
+            mapping.madvise(mmap.MADV_REMOVE)
     except OSError as error:
         logger.warning("%d bytes of the pool file stay allocated unused: %s", last - first, error)
 
 
-def _view_planes(mapping: mmap.mmap, layout: KVLayout, ceiling: int) -> Planes:
+def _view_planes(mapping: mmap.mmap | memoryview, layout: KVLayout, ceiling: int) -> Planes:
     count = layout.block_bytes * ceiling
-    flat = np.frombuffer(mapping, dtype=np.uint8, count=count, offset=_HEADER_BYTES)
+    flat = np.frombuffer(mapping, dtype=np.uint8, count=count, offset=_planes_start(layout, ceiling))
     return flat.reshape(layout.num_planes, ceiling, layout.plane_block_bytes)
 
 
+def round_ceiling(layout: KVLayout, ceiling: int) -> int:
+    """The number of blocks below `ceiling` whose planes are whole huge pages, or `ceiling` if that were much less."""
+    unit = huge_pages.HUGE_PAGE_BYTES // math.gcd(huge_pages.HUGE_PAGE_BYTES, layout.plane_block_bytes)
+    return ceiling if ceiling < 4 * unit else ceiling // unit * unit
+
+
+def _is_aligned(layout: KVLayout, ceiling: int) -> bool:
+    return ceiling * layout.plane_block_bytes % huge_pages.HUGE_PAGE_BYTES == 0
+
+
+def _planes_start(layout: KVLayout, ceiling: int) -> int:
+    return huge_pages.HUGE_PAGE_BYTES if _is_aligned(layout, ceiling) else _HEADER_BYTES
+
+
 def _file_bytes(layout: KVLayout, ceiling: int) -> int:
-    return _HEADER_BYTES + layout.block_bytes * ceiling
+    return _planes_start(layout, ceiling) + layout.block_bytes * ceiling
 
 
 def _plane_ranges(layout: KVLayout, ceiling: int, first: int, end: int) -> list[tuple[int, int]]:
     """Offset and length in the file of blocks `first` to `end - 1`, one range a plane."""
-    size = layout.plane_block_bytes
-    planes = range(layout.num_planes)
-    return [(_HEADER_BYTES + (plane * ceiling + first) * size, (end - first) * size) for plane in planes]
+    size, start = layout.plane_block_bytes, _planes_start(layout, ceiling)
+    return [(start + (plane * ceiling + first) * size, (end - first) * size) for plane in range(layout.num_planes)]

@@ -21,6 +21,8 @@ from runtime.errors import BatonError
 
 LOG = logging.getLogger(__name__)
 DISCOVERY_INTERVAL_S = 1.0
+FIRST_DISCOVERY_INTERVAL_S = 0.1
+"""While nothing can be served."""
 FORGET_S = 30.0
 SEATS_PER_AHEAD = 8
 """For so many seats of a worker one request waits there already, so that a seat is never empty for a round trip."""
@@ -121,7 +123,7 @@ class Fleet:
                 self._links[address] = (link, asyncio.create_task(link.run()))
             for address in self._links.keys() - wanted:
                 await self._forget_if_silent(address)
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+            await asyncio.sleep(DISCOVERY_INTERVAL_S if self.is_ready else FIRST_DISCOVERY_INTERVAL_S)
 
     async def _forget_if_silent(self, address: str) -> None:
         link, task = self._links[address]

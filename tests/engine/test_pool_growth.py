@@ -24,17 +24,19 @@ DEADLINE_S = 20.0
 class MemoryOf:
     """A system with memory for so many blocks; `meanwhile` happens while pages are being cleared."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_blocks = 0
         self.num_refused = 0
         self.meanwhile: Callable[[], None] | None = None
 
     def commit(self, num_blocks: int) -> None:
         if self.meanwhile is not None:
             self.meanwhile()
-        if num_blocks > self.num_blocks:
+        if num_blocks > self.capacity:
             self.num_refused += 1
             raise PoolMemoryFull("no room")
+        self.num_blocks = num_blocks
 
 
 class OnesRunner:
@@ -49,6 +51,7 @@ class Worker:
 
     def __init__(self, num_blocks: int, ceiling: int, memory: MemoryOf, **changes: object) -> None:
         self.holdings = make_holdings(num_blocks, ceiling)
+        memory.num_blocks = num_blocks
         defaults = {"max_model_len": 4 * ceiling, "max_num_tokens": 512, "chunk_size": 512, "max_num_seqs": 8}
         self.scheduler = DecodeScheduler(self.holdings, make_limits(**{**defaults, **changes}), 99)
         self.now_s = 1000.0
@@ -132,7 +135,7 @@ async def test_memory_that_was_refused_is_asked_for_again_after_a_while():
     async with worker.running():
         first = worker.add(60, first=100)
         await worker.until(lambda: first.is_over)
-        num_refused, memory.num_blocks = memory.num_refused, 200
+        num_refused, memory.capacity = memory.num_refused, 200
         worker.now_s += MEMORY_RETRY_S - 1
         second = worker.add(60, first=200)
         await worker.until(lambda: second.is_over)

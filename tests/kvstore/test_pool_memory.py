@@ -18,7 +18,16 @@ import pytest
 from kvstore import memory as memory_module
 from kvstore.cache import KVCache
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolFileError, PoolMemory, PoolMemoryFull, SharedPool, copy_blocks, unlink_dead
+from kvstore.memory import (
+    PoolFileError,
+    PoolMemory,
+    PoolMemoryFull,
+    SharedPool,
+    copy_blocks,
+    round_ceiling,
+    unlink_dead,
+)
+from runtime.huge_pages import HUGE_PAGE_BYTES
 
 LAYOUT = KVLayout(num_layers=2, block_size=16, num_kv_heads=4, head_dim=32, dtype="float32")  # 8 KiB a plane and block
 
@@ -286,3 +295,32 @@ def test_cache_is_the_memory(dtype: str, tmp_path: Path) -> None:
         written[3, 1, 7] = 0
         assert not memory.planes[plane].any()
     memory.close()
+
+
+# Huge pages
+
+ROOMY = KVLayout(num_layers=1, block_size=16, num_kv_heads=3, head_dim=64, dtype="bfloat16")  # 6 KiB a plane and block
+
+
+def test_a_large_ceiling_is_rounded_so_that_planes_are_whole_huge_pages() -> None:
+    assert round_ceiling(ROOMY, 10_000) == 9 * 1024
+    assert round_ceiling(ROOMY, 4096) == 4096
+    assert round_ceiling(ROOMY, 4095) == 4095, "rounding would take a quarter of a small pool"
+
+
+def test_planes_of_whole_huge_pages_begin_with_one_and_blocks_come_by_whole_ones() -> None:
+    memory = PoolMemory.create(ROOMY, 4096, 1, epoch=7, directory=Path("/dev/shm"))
+    try:
+        assert [plane.ctypes.data % HUGE_PAGE_BYTES for plane in memory.planes] == [0, 0]
+        assert memory.num_blocks == HUGE_PAGE_BYTES // 6144
+        memory.planes[:, 340] = 7
+        memory.commit(342)
+        assert memory.num_blocks == 2 * HUGE_PAGE_BYTES // 6144
+        assert (memory.planes[:, 340] == 7).all() and not memory.planes[:, 341:682].any()
+        assert allocated_bytes(memory.shared_path) <= 2 * 2 * HUGE_PAGE_BYTES + 4096
+        reader = SharedPool(memory.shared_path, ROOMY)
+        assert np.array_equal(reader.planes[:, :682], memory.planes[:, :682])
+        memory.commit(4096)
+        assert memory.num_blocks == 4096
+    finally:
+        memory.close()
