@@ -128,9 +128,8 @@ class PoolMemory:
             return
         assert self._mapping is not None, "a closed pool has a ceiling of 0"
         num_blocks = self._fill_pages(num_blocks)
-        self._ask_for_huge_pages(self._mapping, num_blocks)
         if self._fd is not None:
-            self._allocate_pages(self._fd, num_blocks)
+            self._allocate_pages(self._fd, self._mapping, num_blocks)
         self.num_blocks = num_blocks
         self._write_header(self._mapping)
 
@@ -143,7 +142,9 @@ class PoolMemory:
 
     def _map(self, num_bytes: int) -> memoryview:
         if self.shared_path is None:
-            return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            huge_pages.advise(mapping)
+            return memoryview(mapping)
         self._fd = _create_locked(self.shared_path)
         try:
             os.ftruncate(self._fd, num_bytes)
@@ -160,28 +161,21 @@ class PoolMemory:
             return num_blocks
         return -(-num_blocks * size // page) * page // size
 
-    def _ask_for_huge_pages(self, mapping: memoryview, num_blocks: int) -> None:
-        """For what becomes usable, and for what is beside it in a block's last huge page."""
-        if not _is_aligned(self.layout, self.ceiling):
-            return
-        address, page = huge_pages.address_of(mapping), huge_pages.HUGE_PAGE_BYTES
-        for start, length in _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks):
-            first = start // page * page
-            huge_pages.collapse(address + first, -(-(start + length) // page) * page - first)
-
-    def _allocate_pages(self, fd: int, num_blocks: int) -> None:
+    def _allocate_pages(self, fd: int, mapping: memoryview, num_blocks: int) -> None:
         ranges = _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
-        for start, length in ranges:
-            try:
+        try:
+            for start, length in ranges:
+                if _is_aligned(self.layout, self.ceiling):
+                    _allocate_huge_pages(fd, mapping, start, start + length)
                 os.posix_fallocate(fd, start, length)
-            except OSError as error:
-                for done_start, done_length in ranges:  # those after it may have huge pages
-                    _give_back_pages(fd, done_start, done_length)
-                wanted = (num_blocks - self.num_blocks) * self.layout.block_bytes
-                raise PoolMemoryFull(
-                    f"{self.shared_path}: no room for {num_blocks - self.num_blocks} more blocks, {wanted} bytes: "
-                    f"{error.strerror}"
-                ) from error
+        except OSError as error:
+            for start, length in ranges:
+                _give_back_pages(fd, start, length)
+            wanted = (num_blocks - self.num_blocks) * self.layout.block_bytes
+            raise PoolMemoryFull(
+                f"{self.shared_path}: no room for {num_blocks - self.num_blocks} more blocks, {wanted} bytes: "
+                f"{error.strerror}"
+            ) from error
 
     def _write_header(self, mapping: memoryview) -> None:
         _HEADER.pack_into(mapping, 0, _MAGIC, self.secret, self.ceiling, self.num_blocks)
@@ -286,6 +280,14 @@ def _create_locked(path: Path) -> int:
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)
+
+
+def _allocate_huge_pages(fd: int, mapping: memoryview, start: int, end: int) -> None:
+    """Takes them where the system gives them: where a page is there already, the only one of its huge page."""
+    address, page = huge_pages.address_of(mapping), huge_pages.HUGE_PAGE_BYTES
+    for first in range(start // page * page, end, page):
+        os.posix_fallocate(fd, first, 1)
+        huge_pages.collapse(address + first, page)
 
 
 def _give_back_pages(fd: int, start: int, length: int) -> None:

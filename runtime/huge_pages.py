@@ -54,10 +54,16 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def advise(mapping: mmap.mmap) -> None:
+    """Asks for huge pages wherever a private mapping is written to first."""
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
 def collapse(address: int, num_bytes: int) -> int:
     """Asks for huge pages, now and later, for what lies whole within a range; answers the bytes that have them now.
 
-    Content stays as it is, and pages that are missing come as zeros.
+    Content stays as it is. Pages that are missing come as zeros; where all are, the system refuses.
     """
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

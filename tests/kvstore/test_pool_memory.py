@@ -43,6 +43,17 @@ def allocated_bytes(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
+def pmd_mapped_bytes(path: Path) -> int:
+    """Of a file that this process has mapped: what is in huge pages."""
+    found, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_ours = line.endswith(path.name)
+        elif is_ours and line.startswith("ShmemPmdMapped:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
 def full_after(num_calls: int) -> Callable[[int, int, int], None]:
     """A posix_fallocate on a file system that has room for so many calls."""
     calls = iter(range(num_calls))
@@ -313,6 +324,7 @@ def test_planes_of_whole_huge_pages_begin_with_one_and_blocks_come_by_whole_ones
     try:
         assert [plane.ctypes.data % HUGE_PAGE_BYTES for plane in memory.planes] == [0, 0]
         assert memory.num_blocks == HUGE_PAGE_BYTES // 6144
+        assert pmd_mapped_bytes(memory.shared_path) in (0, 2 * HUGE_PAGE_BYTES), "granted, or not where not allowed"
         memory.planes[:, 340] = 7
         memory.commit(342)
         assert memory.num_blocks == 2 * HUGE_PAGE_BYTES // 6144
