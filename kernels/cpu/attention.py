@@ -102,6 +102,13 @@ def weigh(scores: Any, first: Any, last: Any) -> Any:
     return highest, total
 
 
+@njit(error_model="numpy", forceinline=True)
+def cost_of(item: Any) -> Any:
+    """Of a piece, in halves of a position: reading one costs about as much as one row's products with it."""
+    num_rows, num_reads = np.int64(item[2]), np.int64(item[5]) - np.int64(item[4])
+    return num_reads * (1 + num_rows) + 32 * num_rows  # the last: to begin and end it
+
+
 def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: int) -> Kernel:
     """The first kernel, for `group` query heads a KV head and blocks that are a multiple of `lanes`.
 
@@ -123,8 +130,17 @@ def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: i
         queries = moved(pointer(a[14], F32), thread_index() * MAX_ROWS * (2 * heads + num_heads * PARTITION))
         totals = moved(queries, MAX_ROWS * heads)
         scores = moved(totals, MAX_ROWS * heads)
-        for index in range(np.int64(thread_index()), num_items, threads):
+        cost = 0
+        for index in range(num_items):
+            cost += cost_of(moved(items, index * ITEM_WORDS))
+        begins, ends, cost = thread_index() * cost // threads, (thread_index() + 1) * cost // threads, 0
+        for index in range(num_items):
             item = moved(items, index * ITEM_WORDS)
+            # Pieces differ in size: a thread does those whose middle lies in its share of the cost.
+            middle = cost + cost_of(item) // 2
+            cost += cost_of(item)
+            if middle < begins or middle >= ends:
+                continue
             table = moved(tables, item[0] * tables_stride)
             first_row, num_rows, position = np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
             first, last, partial = np.int64(item[4]), np.int64(item[5]), np.int64(item[6])

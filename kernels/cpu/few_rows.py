@@ -1,4 +1,4 @@
-"""Calls of the kernels in `rows.py`: what they are told, and which packed weights they can read.
+"""Calls of the kernels in `rows.py` and `tiles.py`: what they are told, and which packed weights they can read.
 
 Owns argument and scratch memory, kept between calls; so an object is used by one thread at a time. Does not own the
 choice between these kernels and oneDNN.
@@ -23,8 +23,13 @@ FEW_ROWS_FLOAT = 2
 """Up to so many rows these kernels are faster than oneDNN's: measured by tests/perf/linear_cost.py."""
 FEW_ROWS_INT8 = 12
 """The same for int8."""
+TILED_ROWS_FLOAT, TILED_ROWS_INT8 = 64, 64
+"""The same where the CPU has a matrix unit."""
+FEW_ROWS_INT8_BEFORE_TILES = 4
+"""There, up to so many rows are not worth a pass of their own to round them."""
 ROUND, SCALE = struct.Struct("7q"), struct.Struct("9q")
 FEW_INT8, FEW_FLOAT = struct.Struct("13q"), struct.Struct("11q")
+TILED_INT8, TILED_FLOAT = struct.Struct("13q"), struct.Struct("10q")
 
 
 def load_few_rows() -> FewRows | None:
@@ -35,6 +40,16 @@ def load_few_rows() -> FewRows | None:
         LOG.info("linear layers are left to torch, since Numba cannot be loaded: %s", error)
         return None
     return FewRows(rows)
+
+
+def _load_tiles(features: dict[str, bool]) -> Any:
+    """The kernels for the matrix unit; None where there is none, or where the system does not give it."""
+    names = ("amx-tile", "amx-bf16", "amx-int8", "avx512bf16")
+    if not all(features.get(name, False) for name in names) or not torch.cpu._init_amx():
+        return None
+    from kernels.cpu import tiles
+
+    return tiles
 
 
 class FewRows:
@@ -48,6 +63,7 @@ class FewRows:
 
         self._rows = rows
         features = binding.get_host_cpu_features()
+        self._tiles = _load_tiles(features)
         self._has_vectors = bool(features.get("avx512f", False))
         self._has_int8_products = bool(features.get("avx512vnni", False))
         self._revision = revision()
@@ -72,10 +88,26 @@ class FewRows:
         num_bytes = _padded(weights.num_in, depth) * num_out + 4 * num_out
         return self._has_int8_products and torch.ops.mkldnn._nbytes(weights.values) == num_bytes
 
+    def max_rows_float(self, weights: PackedWeights) -> int:
+        """Up to so many rows `multiply_float` is the faster way."""
+        return TILED_ROWS_FLOAT if self._is_tiled_float(weights) else FEW_ROWS_FLOAT
+
+    def max_rows_int8(self, weights: PackedInt8Weights) -> tuple[int, int]:
+        """Up to so many rows `multiply_int8` is the fastest way, and up to so many `multiply_values`."""
+        if self._tiles is None or weights.num_in % self._rows.INT8_DEPTH:
+            return FEW_ROWS_INT8, 0
+        return FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_INT8
+
+    def _is_tiled_float(self, weights: PackedWeights) -> bool:
+        is_known = weights.weight.dtype == torch.bfloat16 and self._tiles is not None
+        return is_known and weights.num_in % self._tiles.FLOAT_DEPTH == 0
+
     def multiply_float(self, x: Tensor, weights: PackedWeights) -> Tensor:
-        """Few rows x [T, K] times a weight that `fits_float`, plus bias: [T, N]."""
+        """Rows x [T, K] times a weight that `fits_float`, plus bias: [T, N]."""
         num_rows, num_in = x.shape
         x = _dense(x)
+        if self._is_tiled_float(weights):
+            return self._multiply_tiled(x, weights)
         padded = _padded(num_in, self._rows.FLOAT_DEPTH[x.dtype.itemsize])
         output = torch.empty((num_rows, weights.num_out), dtype=x.dtype)
         scratch = self._scratch_for(4 * (self._rows.FLOAT_COLUMNS[x.dtype.itemsize] + num_rows * padded))
@@ -85,6 +117,35 @@ class FewRows:
             output.data_ptr(), weights.num_out, self._scratch.data_ptr(), scratch,
         )  # fmt: skip
         self._kernel(self._rows.make_few_float, x.dtype)(self._at, weights.num_out * padded)
+        return output
+
+    def _multiply_tiled(self, x: Tensor, weights: PackedWeights) -> Tensor:
+        num_rows, num_in = x.shape
+        output = torch.empty((num_rows, weights.num_out), dtype=x.dtype)
+        scratch = self._scratch_for(self._tiles.SCRATCH)
+        TILED_FLOAT.pack_into(
+            self._arguments, 0,
+            x.data_ptr(), x.stride(0), num_rows, num_in, weights.address, _address(weights.bias),
+            output.data_ptr(), weights.num_out, self._scratch.data_ptr(), scratch,
+        )  # fmt: skip
+        self._kernel(self._tiles.make_tiled_float, x.dtype)(self._at, weights.num_out * num_in)
+        return output
+
+    def multiply_values(
+        self, values: Tensor, scales: Tensor, middles: Tensor, weights: PackedInt8Weights, dtype: torch.dtype
+    ) -> Tensor:
+        """Rounded rows [T, K] times a weight that `fits_int8`, plus bias: [T, N]. Needs a matrix unit."""
+        num_rows, num_in = values.shape
+        num_out = weights.scales.shape[0]
+        output = torch.empty((num_rows, num_out), dtype=dtype)
+        scratch = self._scratch_for(self._tiles.SCRATCH)
+        TILED_INT8.pack_into(
+            self._arguments, 0,
+            values.data_ptr(), num_rows, num_in, scales.data_ptr(), middles.data_ptr(), weights.address,
+            weights.sums.data_ptr(), weights.scales.data_ptr(), _address(weights.bias),
+            output.data_ptr(), num_out, self._scratch.data_ptr(), scratch,
+        )  # fmt: skip
+        self._kernel(self._tiles.make_tiled_int8, dtype)(self._at, num_out * num_in)
         return output
 
     def multiply_int8(self, x: Tensor, weights: PackedInt8Weights) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import Quantization, reference
-from kernels.cpu.few_rows import FEW_ROWS_FLOAT, FEW_ROWS_INT8, FewRows
+from kernels.cpu.few_rows import FEW_ROWS_INT8, FewRows
 from kernels.reference import round_inputs, round_weight
 
 LOG = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class PackedWeights:
     """K."""
     address: int = 0
     """Of its bytes, where `few_rows` can read them; otherwise 0."""
+    max_rows: int = 0
+    """Up to so many rows are multiplied by `few_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class PackedInt8Weights:
     """K."""
     address: int = 0
     """Of its bytes, where `few_rows` can read them; otherwise 0."""
+    max_few_rows: int = 0
+    """Up to so many rows are rounded and multiplied at once by `few_rows`."""
+    max_rows: int = 0
+    """Up to so many rows are multiplied by `few_rows`."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -109,7 +115,7 @@ class LinearLayers:
         num_rows = x.shape[0]
         if not num_rows:
             return x.new_empty(0, prepared.num_out)
-        if self._few_rows is not None and prepared.address and num_rows <= FEW_ROWS_FLOAT:
+        if self._few_rows is not None and num_rows <= prepared.max_rows:
             return self._few_rows.multiply_float(x, prepared)
         return multiply_packed(x, prepared)
 
@@ -125,7 +131,7 @@ class LinearLayers:
         prepared = PackedWeights(packed, bias, *weight.shape)
         if self._few_rows is None or not self._few_rows.fits_float(prepared):
             return prepared
-        readable = replace(prepared, address=address_of(packed))
+        readable = replace(prepared, address=address_of(packed), max_rows=self._few_rows.max_rows_float(prepared))
         x = _probe(prepared.num_in, weight.dtype)  # [1, K]
         expected = multiply_packed(x, prepared).float()  # [1, N]
         difference = self._few_rows.multiply_float(x, readable).float() - expected
@@ -140,10 +146,14 @@ class LinearLayers:
         )
         if self._few_rows is None or not self._few_rows.fits_int8(prepared):
             return prepared
-        readable = replace(prepared, address=address_of(packed))
-        x = _probe(prepared.num_in, weight.dtype)  # [1, K]
-        is_equal = torch.equal(self._few_rows.multiply_int8(x, readable), self._multiply_int8(x, prepared))
-        return readable if is_equal else prepared
+        max_few_rows, max_rows = self._few_rows.max_rows_int8(prepared)
+        readable = replace(prepared, address=address_of(packed), max_few_rows=max_few_rows, max_rows=max_rows)
+        # As many rows as take each of the ways.
+        some = _probe(prepared.num_in, weight.dtype).expand(FEW_ROWS_INT8 + 1, -1)  # [T, K]
+        for x in (some[:1], some):
+            if not torch.equal(self._multiply_int8(x, readable), self._multiply_int8(x, prepared)):
+                return prepared
+        return readable
 
     def _multiply_int8(self, x: Tensor, weights: PackedInt8Weights) -> Tensor:
         num_rows = x.shape[0]
@@ -154,9 +164,11 @@ class LinearLayers:
             products = self._product_int8(values, weights)  # [T, N]
             products = products.add_(middles[:, None] * weights.sums).mul_(weights.scales).mul_(scales[:, None])
             return (products if weights.bias is None else products.add_(weights.bias)).to(x.dtype)
-        if weights.address and num_rows <= FEW_ROWS_INT8:
+        if num_rows <= weights.max_few_rows:
             return self._few_rows.multiply_int8(x, weights)
         values, scales, middles = self._few_rows.round_inputs(x)
+        if num_rows <= weights.max_rows:
+            return self._few_rows.multiply_values(values, scales, middles, weights, x.dtype)
         return self._few_rows.scale(self._product_int8(values, weights), scales, middles, weights, x.dtype)
 
     def _product_int8(self, values: Tensor, weights: PackedInt8Weights) -> Tensor:

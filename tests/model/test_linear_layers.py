@@ -16,14 +16,22 @@ from tiny_models import family_config, random_weights, write_folder
 
 from kernels import Quantization, load_ops, reference
 from kernels.cpu import linear
-from kernels.cpu.few_rows import FEW_ROWS_FLOAT, FEW_ROWS_INT8, load_few_rows
+from kernels.cpu.few_rows import (
+    FEW_ROWS_FLOAT,
+    FEW_ROWS_INT8,
+    FEW_ROWS_INT8_BEFORE_TILES,
+    TILED_ROWS_FLOAT,
+    TILED_ROWS_INT8,
+    load_few_rows,
+)
 from kernels.cpu.linear import LinearLayers
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Tolerance of a product, relative to the largest of its row."""
 SIZES = [(1, 1), (7, 5), (33, 17), (64, 64), (96, 100), (577, 576), (65, 1536)]
 """(N, K)."""
-NUM_ROWS = sorted({0, 1, 2, 3, FEW_ROWS_FLOAT, FEW_ROWS_FLOAT + 1, FEW_ROWS_INT8, FEW_ROWS_INT8 + 1, 33, 130})
+SWITCHES = (FEW_ROWS_FLOAT, FEW_ROWS_INT8, FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_FLOAT, TILED_ROWS_INT8)
+NUM_ROWS = sorted({0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 130, *SWITCHES, *(number + 1 for number in SWITCHES)})
 PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
 
 
@@ -109,6 +117,23 @@ def test_int8_row_does_not_depend_on_its_neighbours(layers: LinearLayers) -> Non
     together = layers.multiply(x, prepared)
     for num_rows in (1, 2, FEW_ROWS_INT8, FEW_ROWS_INT8 + 1):
         assert torch.equal(layers.multiply(x[:num_rows], prepared), together[:num_rows])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_tiled_row_does_not_depend_on_its_neighbours(with_bias: bool) -> None:
+    """Where a matrix unit takes all these rows; elsewhere few and many rows may differ in the last bits."""
+    layers = LinearLayers(load_few_rows())
+    bias = random(200, dtype=torch.bfloat16, seed=2) if with_bias else None
+    prepared = layers.prepare(random(200, 576, dtype=torch.bfloat16, seed=1), bias, "none")
+    assert isinstance(prepared, linear.PackedWeights)
+    num_rows = max(1, prepared.max_rows)
+    x = random(num_rows, 576, dtype=torch.bfloat16)
+    together = layers.multiply(x, prepared)
+    ways = [together] if num_rows == 1 else [layers.multiply(x[:n], prepared) for n in range(1, num_rows)]
+    if num_rows == TILED_ROWS_FLOAT:
+        assert all(torch.equal(way, together[: len(way)]) for way in ways)
+    for way in ways:
+        torch.testing.assert_close(way, together[: len(way)], atol=0.25, rtol=0.01)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
