@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -162,9 +163,12 @@ class Worker:
             memory = self._open_memory(model, layout, epoch)
             stack.callback(memory.close)
             self._status.loading(0.0, "weights")
-            runner = await asyncio.to_thread(
-                model.load, memory, layout, lambda done: self._status.loading(done, "weights")
-            )
+            # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
+            # for each other by sleeping, not spinning, as soon as it counts more than there are CPUs.
+            with ThreadPoolExecutor(1, "load") as loader:
+                runner = await asyncio.get_running_loop().run_in_executor(
+                    loader, model.load, memory, layout, lambda done: self._status.loading(done, "weights")
+                )
             if config.core_board is not None:
                 shares = [frozenset(map(int, share.split("+"))) for share in config.core_shares]
                 board = CoreBoard(config.core_board, config.core_slot, shares)
