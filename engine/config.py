@@ -131,6 +131,10 @@ class WorkerConfig:
                 f"because each decodes a token a step; got {self.max_num_seqs}"
             )
 
+    def cpu_shares(self) -> list[frozenset[int]]:
+        """The CPUs of each worker that lends and borrows, by slot."""
+        return [frozenset(map(int, share.split("+"))) for share in self.core_shares]
+
     @property
     def shared_memory_dir(self) -> Path | None:
         """Where the pool's file lies; None for private memory."""

@@ -9,38 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.weights.source import WeightSource
-from kernels import AttentionMetadata, Ops, Quantization
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer's weights, as the device wants them."""
-
-    input_norm: Tensor  # [H]
-    """Before attention."""
-    qkv: object
-    """Query, key and value projections, in this order: H to (num_heads + 2 num_kv_heads) * head_dim."""
-    query_norm: Tensor | None  # [D]
-    """On each query head; None where the family has no head norms."""
-    key_norm: Tensor | None  # [D]
-    """On each key head."""
-    output: object
-    """num_heads * head_dim to H."""
-    post_attention_norm: Tensor  # [H]
-    """Before the MLP."""
-    gate_up: object
-    """Gate and up projections, in this order: H to 2 I."""
-    down: object
-    """I to H."""
-    window: int | None
-    """Sliding window in positions."""
+from kernels import AttentionMetadata, DecoderLayer, DecoderShape, Ops, Quantization
 
 
 class Decoder(ABC):
@@ -62,6 +37,15 @@ class Decoder(ABC):
         # What follows each layer: the sum it ends with is normalised by the same operation.
         self._following_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]  # [H] each
         self._head = load.head(self._embedding)
+        shape = DecoderShape(
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.rms_norm_eps,
+        )
+        self._stack = ops.fuse_layers(self._layers, self._final_norm, shape)
         self._inverse_frequencies = load.inverse_frequencies()  # [D / 2] float32
 
     def forward(
@@ -81,6 +65,9 @@ class Decoder(ABC):
         ops, eps = self._ops, self.spec.rms_norm_eps
         rope = ops.rope_rows(metadata.positions, self._inverse_frequencies)
         hidden = ops.embedding(token_ids, self._embedding)  # [T, H]
+        if self._stack is not None and self._stack.fits(metadata):
+            normed = self._stack.run(hidden, rope, metadata, key_caches, value_caches)
+            return ops.linear(normed[sample_rows], self._head).float()  # [S, V]
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
         caches = zip(key_caches, value_caches, strict=True)
         for layer, next_norm, (keys, values) in zip(self._layers, self._following_norms, caches, strict=True):

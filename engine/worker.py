@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -157,7 +157,8 @@ class Worker:
         """A worker that takes calls inside the block and is gone after it: running calls get a moment, then end."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            model = open_model(config.model, config.dtype, config.served_model_name, config.quantization)
+            with _running_on(frozenset().union(*config.cpu_shares())):
+                model = open_model(config.model, config.dtype, config.served_model_name, config.quantization)
             layout = model.layout(config.kv_block_size)
             epoch = secrets.randbits(63)
             memory = self._open_memory(model, layout, epoch)
@@ -170,8 +171,7 @@ class Worker:
                     loader, model.load, memory, layout, lambda done: self._status.loading(done, "weights")
                 )
             if config.core_board is not None:
-                shares = [frozenset(map(int, share.split("+"))) for share in config.core_shares]
-                board = CoreBoard(config.core_board, config.core_slot, shares)
+                board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
             parts = self._build_parts(model, layout, epoch, memory)
@@ -304,6 +304,23 @@ def _pin(cpus: set[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
         raise ConfigError(f"--cpus: this process may not run on {sorted(cpus)}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Lets this thread run on `cpus`, if any are given, while torch is imported.
+
+    Its OpenMP counts then how many CPUs there are. With more threads than that, lent CPUs included, it would put them
+    to sleep at every barrier.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):  # some are not this process's: it never gets them lent either
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 async def _keep_registered(store: MetadataStore, record: WorkerRecord) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,71 @@ class AttentionMetadata:
     """Token positions a block."""
     plan: object = None
     """What `Ops.plan_attention` worked out for this step; opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes that all layers of a decoder share."""
+
+    hidden_size: int
+    """H."""
+    intermediate_size: int
+    """I."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key/value heads."""
+    head_dim: int
+    """D."""
+    eps: float
+    """Of the norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's weights, as the device wants them."""
+
+    input_norm: Tensor  # [H]
+    """Before attention."""
+    qkv: object
+    """Query, key and value projections, in this order: H to (num_heads + 2 num_kv_heads) * head_dim."""
+    query_norm: Tensor | None  # [D]
+    """On each query head; None where the family has no head norms."""
+    key_norm: Tensor | None  # [D]
+    """On each key head."""
+    output: object
+    """num_heads * head_dim to H."""
+    post_attention_norm: Tensor  # [H]
+    """Before the MLP."""
+    gate_up: object
+    """Gate and up projections, in this order: H to 2 I."""
+    down: object
+    """I to H."""
+    window: int | None
+    """Sliding window in positions."""
+
+
+class LayerStack(ABC):
+    """All layers of a decoder as one operation, for steps that it fits."""
+
+    @abstractmethod
+    def fits(self, metadata: AttentionMetadata) -> bool:
+        """Whether `run` takes a step, whose plan is made."""
+
+    @abstractmethod
+    def run(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+    ) -> Tensor:
+        """Embedded tokens [T, H], through all layers and the final norm: [T, H], valid until the next call.
+
+        `rope` is what `Ops.rope_rows` answered; the caches of all layers are as for `Ops.rope_and_write_kv`. The KV of
+        all T tokens is written.
+        """
 
 
 class Ops(ABC):
@@ -132,6 +198,10 @@ class Ops(ABC):
         sees itself and the `window - 1` tokens before it. KV past a sequence's context never reaches the result, not
         even if it is NaN. Returns [T, Hq, D], contiguous.
         """
+
+    def fuse_layers(self, layers: Sequence[DecoderLayer], final_norm: Tensor, shape: DecoderShape) -> LayerStack | None:
+        """The layers as one operation, where the device has something better than one operation after the other."""
+        return None
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ Owns the choice, which it makes once and reports. Linear layers choose for thems
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kernels import AttentionMetadata, Quantization, reference
+from kernels import AttentionMetadata, DecoderLayer, DecoderShape, LayerStack, Quantization, reference
 from kernels.cpu.few_rows import load_few_rows
 from kernels.cpu.linear import LinearLayers
 
@@ -37,7 +38,8 @@ class Ops(reference.Ops):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._compiled = load_compiled()
-        self._linear = LinearLayers(load_few_rows())
+        self._few_rows = load_few_rows()
+        self._linear = LinearLayers(self._few_rows)
 
     # Attention and elementwise operations.
 
@@ -87,6 +89,15 @@ class Ops(reference.Ops):
         if self._compiled is None:
             return super().paged_attention(query, key_cache, value_cache, metadata, scale, window)
         return self._compiled.paged_attention(query, key_cache, value_cache, metadata, scale, window)
+
+    def fuse_layers(self, layers: Sequence[DecoderLayer], final_norm: Tensor, shape: DecoderShape) -> LayerStack | None:
+        if self._compiled is None or self._few_rows is None:
+            return None
+        from kernels.cpu.layers import fuse
+
+        stack = fuse(self._compiled, self._few_rows, layers, final_norm, shape)
+        LOG.info("layers of few rows run %s", "one by one" if stack is None else "in one call")
+        return stack
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if self._compiled is None:

@@ -50,7 +50,8 @@ class CompiledOps:
     def __init__(self) -> None:
         self._arguments = ctypes.create_string_buffer(ATTEND.size)
         self._at = ctypes.addressof(self._arguments)
-        self._revision = revision()
+        self.revision = revision()
+        """See `threads.revision`."""
         self._widest_vector = widest_vector()
         threads = "torch's threads" if find_parallel() is not None else "one thread"
         LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
@@ -66,9 +67,9 @@ class CompiledOps:
             elementwise.make_silu_mul,
             elementwise.make_rope,
         ):
-            self._kernel(make, dtype)
-        self._attend(num_heads, num_kv_heads, head_dim, block_size, dtype)
-        self._kernel(attention.make_merge, dtype, head_dim)
+            self.kernel(make, dtype)
+        self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, dtype)
+        self.kernel(attention.make_merge, dtype, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `kernels.Ops`; x is [T, H] or [T, heads, H]."""
@@ -80,7 +81,7 @@ class CompiledOps:
             x.data_ptr(), output.data_ptr(), weight.data_ptr(),
             x.shape[0], x.stride(0), num_heads, head_stride, x.shape[-1], eps,
         )  # fmt: skip
-        self._kernel(elementwise.make_norm, x.dtype)(self._at, x.numel())
+        self.kernel(elementwise.make_norm, x.dtype)(self._at, x.numel())
         return output
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ class CompiledOps:
         ADD_NORM.pack_into(
             self._arguments, 0, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, eps
         )
-        self._kernel(elementwise.make_add_norm, x.dtype)(self._at, 2 * num_rows * size)
+        self.kernel(elementwise.make_add_norm, x.dtype)(self._at, 2 * num_rows * size)
         return x, residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class CompiledOps:
         num_rows, size = gate_up.shape
         output = torch.empty((num_rows, size // 2), dtype=gate_up.dtype)
         SILU_MUL.pack_into(self._arguments, 0, gate_up.data_ptr(), output.data_ptr(), num_rows, size // 2)
-        self._kernel(elementwise.make_silu_mul, gate_up.dtype)(self._at, num_rows * size)
+        self.kernel(elementwise.make_silu_mul, gate_up.dtype)(self._at, num_rows * size)
         return output
 
     def rope_and_write_kv(
@@ -126,7 +127,7 @@ class CompiledOps:
             num_rows, num_heads, num_kv_heads, head_dim // 2,
         )  # fmt: skip
         size = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
-        self._kernel(elementwise.make_rope, query.dtype)(self._at, size)
+        self.kernel(elementwise.make_rope, query.dtype)(self._at, size)
         return query
 
     def plan_attention(self, metadata: AttentionMetadata) -> AttentionPlan:
@@ -192,23 +193,27 @@ class CompiledOps:
             items.pieces.buffer_info()[0], len(items.pieces) // attention.ITEM_WORDS, scale,
             NO_WINDOW if window is None else window, self._partials.data_ptr(), self._scratch.data_ptr(),
         )  # fmt: skip
-        attend = self._attend(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
+        attend = self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
         attend(self._at, items.num_reads * 2 * num_kv_heads * head_dim)
         if items.merges:
             MERGE.pack_into(
                 self._arguments, 0, items.merges.buffer_info()[0], len(items.merges) // attention.MERGE_WORDS,
                 self._partials.data_ptr(), output.data_ptr(), num_heads,
             )  # fmt: skip
-            self._kernel(attention.make_merge, query.dtype, head_dim)(self._at, num_floats)
+            self.kernel(attention.make_merge, query.dtype, head_dim)(self._at, num_floats)
 
-    def _attend(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Kernel:
+    def attend_kernel(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> Kernel:
+        """What attends over contexts in place."""
         # Vectors split a head evenly, and the keys of a block.
         lanes = gcd(self._widest_vector, head_dim, block_size)
-        return self._kernel(attention.make_attend, dtype, head_dim, num_heads // num_kv_heads, lanes)
+        return self.kernel(attention.make_attend, dtype, head_dim, num_heads // num_kv_heads, lanes)
 
-    def _kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:
+    def kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:
+        """A kernel for a type of elements, and whatever else it is made for."""
         key = (make, dtype, *shape)
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = self._kernels[key] = make(ELEMENTS[dtype], *shape, self._revision)
+            kernel = self._kernels[key] = make(ELEMENTS[dtype], *shape, self.revision)
         return kernel

@@ -17,6 +17,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kernels.cpu.linear import PackedInt8Weights, PackedWeights
+    from kernels.cpu.threads import Kernel
 
 LOG = logging.getLogger(__name__)
 FEW_ROWS_FLOAT = 2
@@ -67,7 +68,7 @@ class FewRows:
         self._has_vectors = bool(features.get("avx512f", False))
         self._has_int8_products = bool(features.get("avx512vnni", False))
         self._revision = revision()
-        self._kernels: dict[tuple[object, ...], Any] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._arguments = ctypes.create_string_buffer(FEW_INT8.size)
         self._at = ctypes.addressof(self._arguments)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -101,6 +102,27 @@ class FewRows:
     def _is_tiled_float(self, weights: PackedWeights) -> bool:
         is_known = weights.weight.dtype == torch.bfloat16 and self._tiles is not None
         return is_known and weights.num_in % self._tiles.FLOAT_DEPTH == 0
+
+    # For those who call the kernels themselves.
+
+    def is_tiled(self, weights: PackedWeights | PackedInt8Weights) -> bool:
+        """Whether `tiled_kernel` multiplies up to `weights.max_rows` rows."""
+        return self._tiles is not None and weights.max_rows in (TILED_ROWS_FLOAT, TILED_ROWS_INT8)
+
+    def tiled_kernel(self, is_int8: bool, dtype: torch.dtype) -> Kernel:
+        """What multiplies with weights that are tiled: its arguments are TILED_INT8 or TILED_FLOAT."""
+        return self._kernel(self._tiles.make_tiled_int8 if is_int8 else self._tiles.make_tiled_float, dtype)
+
+    def round_kernel(self, dtype: torch.dtype) -> Kernel:
+        """What rounds rows to 8 bits: its arguments are ROUND."""
+        return self._kernel(self._rows.make_round, dtype)
+
+    @property
+    def tile_share(self) -> int:
+        """Bytes that each thread needs as scratch of `tiled_kernel`."""
+        return _padded(self._tiles.SCRATCH, 64)
+
+    # Calls
 
     def multiply_float(self, x: Tensor, weights: PackedWeights) -> Tensor:
         """Rows x [T, K] times a weight that `fits_float`, plus bias: [T, N]."""
@@ -198,7 +220,7 @@ class FewRows:
             self._scratch = torch.empty(total, dtype=torch.uint8)
         return share
 
-    def _kernel(self, make: Callable[..., Any], dtype: torch.dtype) -> Any:
+    def _kernel(self, make: Callable[..., Any], dtype: torch.dtype) -> Kernel:
         key = (make, dtype)
         kernel = self._kernels.get(key)
         if kernel is None:

@@ -26,6 +26,8 @@ thread_index = types.ExternalFunction("baton_thread_index", types.int32())
 """Inside a kernel: which of the threads this is, from 0."""
 num_threads = types.ExternalFunction("baton_num_threads", types.int32())
 """Inside a kernel: how many threads run it."""
+barrier = types.ExternalFunction("baton_barrier", types.void())
+"""Inside a kernel: waits until all threads that run it are here."""
 SHARE = 1 << 15
 """Elements read that are worth a thread of their own; starting one costs a few microseconds."""
 
@@ -48,7 +50,8 @@ class Kernel:
         """Compiles `function`, or loads what was compiled earlier on a CPU of this kind."""
         self._compiled = compile_or_load(function, fastmath)
         address = self._compiled.address
-        self._address = address
+        self.address = address
+        """Of the machine code."""
         self._brief = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         self._parallel = find_parallel()
@@ -61,7 +64,7 @@ class Kernel:
             return
         wanted = min(torch.get_num_threads(), size // SHARE)
         if wanted > 1 and self._parallel is not None:
-            self._parallel(self._address, arguments, wanted, 0)
+            self._parallel(self.address, arguments, wanted, 0)
         else:
             self._alone(arguments)
 
@@ -80,10 +83,10 @@ def compile_or_load(function: Callable[[Any], None], fastmath: set[str]) -> Any:
 
 def find_parallel() -> Any:
     """The OpenMP runtime's way to start threads, or None. It is among the symbols that torch has loaded."""
-    try:
-        parallel = ctypes.CDLL(None).GOMP_parallel
-    except AttributeError:
+    library = ctypes.CDLL(None)
+    if not all(hasattr(library, name) for name in ("GOMP_parallel", "GOMP_barrier")):
         return None
+    parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return parallel
@@ -93,15 +96,16 @@ def provide_symbols() -> None:
     """Gives compiled code the functions it calls by name."""
     library = ctypes.CDLL(None)
     try:
-        functions = [library.omp_get_thread_num, library.omp_get_num_threads]
+        functions = [library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_barrier]
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     except AttributeError:
         addresses = [number.address for number in _one_thread()]
     binding.add_symbol("baton_thread_index", addresses[0])
     binding.add_symbol("baton_num_threads", addresses[1])
+    binding.add_symbol("baton_barrier", addresses[2])
 
 
 @functools.cache
-def _one_thread() -> tuple[Any, Any]:
+def _one_thread() -> tuple[Any, Any, Any]:
     """The answers where one thread does it all; kept, since compiled code holds their addresses."""
-    return cfunc(types.int32())(lambda: 0), cfunc(types.int32())(lambda: 1)
+    return cfunc(types.int32())(lambda: 0), cfunc(types.int32())(lambda: 1), cfunc(types.void())(lambda: None)
