@@ -17,6 +17,7 @@ from typing import Any
 from baton.options import ServeConfig, read_pool_options
 from runtime import huge_pages
 from runtime.errors import Unavailable
+from runtime.host import OPENMP_SETTING
 from runtime.rpc import format_address
 
 LOOPBACK = "127.0.0.1"
@@ -182,7 +183,9 @@ def _worker(
         f"--kv-cache-gpu-mem-utilization={_memory_share(config)}",
         *_flags(config, OBSERVABILITY_OPTIONS),
     ]
-    return ProcessSpec(name, tuple(argv), cpus=cpus, environment=(huge_pages.MALLOC_SETTING,), stop_rank=1)
+    return ProcessSpec(
+        name, tuple(argv), cpus=cpus, environment=(huge_pages.MALLOC_SETTING, OPENMP_SETTING), stop_rank=1
+    )
 
 
 def _memory_share(config: ServeConfig) -> float:

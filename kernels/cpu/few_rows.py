@@ -105,6 +105,11 @@ class FewRows:
 
     # For those who call the kernels themselves.
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether this CPU has a matrix unit that the kernels use."""
+        return self._tiles is not None
+
     def is_tiled(self, weights: PackedWeights | PackedInt8Weights) -> bool:
         """Whether `tiled_kernel` multiplies up to `weights.max_rows` rows."""
         return self._tiles is not None and weights.max_rows in (TILED_ROWS_FLOAT, TILED_ROWS_INT8)
