@@ -108,9 +108,13 @@ INFERENCE_POOL = _resource(
         targetPorts=_list(_map("number", number=PORT), most=8),
         appProtocol=_one_of("http", "kubernetes.io/h2c"),
         endpointPickerRef=_map(
-            "name", group=TEXT, kind=TEXT, name=TEXT, port=_map("number", number=PORT),
+            "name",
+            group=TEXT,
+            kind=TEXT,
+            name=TEXT,
+            port=_map("number", number=PORT),
             failureMode=_one_of("FailOpen", "FailClose"),
-        ),  # fmt: skip
+        ),
     ),
 )
 

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.config import WorkerConfig
 from kustomize import Manifest, pod_spec, render
+
+from engine.config import WorkerConfig
 from router.config import RouterConfig
 from runtime import config as configuration
 
@@ -33,9 +34,9 @@ ROLES = {"router", "prefill", "decode"}
 COMPONENT = "app.kubernetes.io/component"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
-    """A rendered deployment."""
+    """A rendered deployment; equal to itself alone."""
 
     name: str
     manifests: tuple[Manifest, ...]
@@ -106,6 +107,7 @@ def loaded(argv: list[str], environment: dict[str, str], *, prog: str) -> Router
     return configuration.load(cls, argv[1:], prog=prog, description="", env=environment)
 
 
+@cache
 def config_of(deployed: Variant, role: str) -> RouterConfig | WorkerConfig:
     """The configuration of a role's process."""
     (container,) = containers(deployed.workloads[role])

@@ -116,7 +116,9 @@ def test_changed_options_roll_pods(tmp_path: Path) -> None:
             f"- {{name: baton-decode, behavior: merge, literals: [BATON_MAX_NUM_SEQS={value}]}}\n"
         )
         manifests = render(folder)
-        folders[value] = {m["metadata"]["name"]: json.dumps(pod_spec(m)) for m in manifests if m["kind"] == "Deployment"}
+        folders[value] = {
+            m["metadata"]["name"]: json.dumps(pod_spec(m)) for m in manifests if m["kind"] == "Deployment"
+        }
     changed = {name for name in folders["1"] if folders["1"][name] != folders["2"][name]}
     assert changed == {"baton-decode"}
 
