@@ -140,7 +140,8 @@ def _rename_image(image: dict[str, str], rendering: Rendering) -> None:
         for container in pod_spec(manifest).get("containers", []):
             name, _, tag = container["image"].rpartition(":")
             if name == image["name"]:
-                container["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
+                version = f"@{image['digest']}" if "digest" in image else f":{image.get('newTag', tag)}"
+                container["image"] = image.get("newName", name) + version
 
 
 def _finish(rendering: Rendering) -> list[Manifest]:
