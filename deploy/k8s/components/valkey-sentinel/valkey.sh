@@ -3,6 +3,14 @@
 set -eu
 . /scripts/primary.sh
 self=$POD_NAME.valkey-peers
+# Whom the Sentinels still call the primary has just lost all it held: replicas would copy that. They promote one of
+# them in a few seconds; if there is none, this is the primary after all.
+patience=15
+while [ "$told" = yes ] && [ "$primary" = "$self" ] && [ "$patience" -gt 0 ]; do
+  sleep 1
+  patience=$((patience - 1))
+  . /scripts/primary.sh
+done
 cat >/data/valkey.conf <<EOF
 port 6379
 dir /data
