@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint protos bench soak
+.PHONY: help setup demo serve test lint k8s-check protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -18,6 +18,7 @@ help:
 	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
 	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
+	@echo "make k8s-check  render and validate deploy/ without a cluster; part of make test"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
 	@echo "make soak    fault and property tests again and again, other random cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
@@ -54,6 +55,11 @@ lint: setup
 	$(BIN)/buf lint
 	$(BIN)/python tests/tools/stubs.py --check
 	$(BIN)/python tests/tools/size_table.py
+
+# Where there is a kubectl, what it renders is compared with what the tests rendered.
+KUBECTL ?= $(shell command -v kubectl)
+k8s-check: setup
+	$(BIN)/python -m pytest tests/deploy $(if $(KUBECTL),--kubectl=$(KUBECTL)) $(PYTEST_ARGS)
 
 protos: setup
 	$(BIN)/python tests/tools/stubs.py --write
