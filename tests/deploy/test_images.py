@@ -16,6 +16,8 @@ from manifests import ROOT, containers, loaded, num_bytes, variant
 from packaging.requirements import Requirement
 
 from engine.config import WorkerConfig
+from runtime.host import OPENMP_SETTING
+from runtime.huge_pages import MALLOC_SETTING
 
 DEPLOY = ROOT / "deploy"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -40,6 +42,13 @@ def test_router_requirements_are_the_projects() -> None:
     assert project.keys() >= COMPUTING
     expected = {name: range_ for name, range_ in project.items() if name not in COMPUTING} | exporter
     assert expected == ROUTER_REQUIREMENTS
+
+
+def test_workers_compute_with_the_settings_of_a_local_system() -> None:
+    stage = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)[-2]
+    assert stage.startswith("base AS worker\n")
+    for name, value in (MALLOC_SETTING, OPENMP_SETTING):
+        assert f"{name}={value}" in stage
 
 
 def test_router_runs_on_its_requirements() -> None:
