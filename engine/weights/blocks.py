@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLICE_ELEMENTS = 1 << 20
+SLICE_ELEMENTS = 1 << 18
 """Elements decoded at a time: what is in flight fits the cache."""
 
 
@@ -65,25 +65,25 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
+    return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
     quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])  # [n, 32]
-    return (quants.float() - 16) * _half(blocks, 0)
+    return quants.float().sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])  # [n, 32]
-    return quants.float() * _half(blocks, 0) + _half(blocks, 2)
+    return quants.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
 
 
 def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
