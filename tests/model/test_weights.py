@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import gguf
@@ -140,13 +139,6 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(str(model))
         load_model(checkpoint, model_spec(checkpoint), load_ops("cpu"), shares.append)
         assert shares == sorted(shares) and 0 < shares[0] < 0.9 and shares[-1] == 1.0
-
-
-def test_packaged_model_loads_fast() -> None:
-    checkpoint = open_checkpoint("smollm2")
-    start = time.process_time()
-    load_model(checkpoint, model_spec(checkpoint), load_ops("cpu"))
-    assert time.process_time() - start < 8, "CPU seconds, of all threads: generous, since machines differ"
 
 
 # Broken checkpoints
