@@ -8,6 +8,7 @@ writers that read the same record one loses.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -64,6 +65,9 @@ class MetadataStore(ABC):
 
     Every method may raise StoreUnavailable, and may then have taken effect; all may be repeated.
     """
+
+    failed_s: float = -math.inf
+    """When an operation last failed, monotonic clock."""
 
     @abstractmethod
     async def register_worker(self, record: WorkerRecord, ttl_s: float) -> None:

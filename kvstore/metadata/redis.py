@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any
@@ -171,7 +172,7 @@ class Store(MetadataStore):
             cause = str(error) or f"no answer within {self._op_timeout_s:g} s"
             if not self._away:
                 logger.warning("metadata store %s is away, going on without: %s", self._server, cause)
-            self._away = True
+            self._away, self.failed_s = True, time.monotonic()
             raise StoreUnavailable(f"metadata store {self._server}: {cause}") from error
         if self._away:
             logger.warning("metadata store %s is back", self._server)

@@ -140,7 +140,8 @@ class Names:
 
     def pool(self) -> Hashable:
         """Free blocks by number, cached ones by content in the order they would be taken."""
-        return self._pool.num_total, self._pool.num_free, tuple(map(self._pool.block_hash, self._pool._cached))
+        cached = chain.from_iterable(self._pool._cached)
+        return self._pool.num_total, self._pool.num_free, tuple(map(self._pool.block_hash, cached))
 
 
 def describe(sequence: Sequence, names: Names) -> Hashable:
