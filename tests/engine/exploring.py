@@ -11,6 +11,7 @@ import pickle
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pools import BLOCK_SIZE
