@@ -1,4 +1,4 @@
-"""Baton from Python: `from baton import LLM, Client, AsyncClient, Conversation`. Light: no torch, no model code is imported."""
+"""Baton from Python: `from baton import LLM, Client, AsyncClient, Conversation`. No torch is imported."""
 
 from __future__ import annotations
 
