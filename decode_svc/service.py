@@ -123,7 +123,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         job = self._jobs[sequence] = _Job(attempt, request.router_id, source)
         self._by_attempt[accepted.attempt_id] = sequence
         self.scheduler.add(sequence, None if source is None else source.worker_id)
-        if source is None:
+        if source is None and request.max_local_tokens:
             self._check_kept(job, request.max_local_tokens)
         self._worker.note_change()
         self._step_loop.wake()
@@ -133,7 +133,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         """Ends an attempt for which more than the router expected would have to be computed here."""
         sequence, holdings = job.attempt.sequence, self._parts.holdings
         num_kept = len(holdings.cached_prefix(sequence, sequence.num_tokens - 1)) * holdings.block_size
-        if 0 < max_local_tokens < sequence.num_tokens - num_kept:
+        if sequence.num_tokens - num_kept > max_local_tokens:
             self._lose(job, f"of {sequence.num_tokens} tokens of the session {num_kept} are still kept here")
 
     def _final_record(self, job: _Job) -> worker_pb2.DecodeRunResponse:
