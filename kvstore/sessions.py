@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from kvstore.blocks import BlockPool
 from kvstore.hashing import pack_token_ids
 
-MAX_TOKENS = 1 << 24
-"""Tokens of all sessions together that are remembered by default, 4 bytes each; beyond it the oldest are forgotten."""
+MAX_TOKENS = 1 << 22
+"""Tokens of all sessions together that are remembered by default, some 15 bytes each with the hashes of their blocks;
+beyond it the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Conversations with the real model: what is reused changes nothing in what it says, and the end of a session frees it."""
+"""Conversations with the real model: reuse changes nothing in what it says, and the end of a session frees its KV."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_messages_are_appended_where_the_answer_ended(system: Served) -> None:
             assert chunks[-1].finish is not None
             usages.append(chunks[-1].finish.usage)
         assert talk.num_lost == 0
-        for before, after in zip(usages, usages[1:], strict=False):
+        for before, after in itertools.pairwise(usages):
             assert before.session_tokens - BLOCK <= after.cached_tokens <= before.session_tokens < after.prompt_tokens
         whole = client.complete(messages=[*talk.messages, {"role": "user", "content": "Thanks."}], max_tokens=1)
         *_, last = talk.say("Thanks.", temperature=0.0, max_tokens=1)
