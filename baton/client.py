@@ -74,8 +74,16 @@ class Client:
         running), Overloaded, Unavailable, Aborted (also: time is up) or BatonError.
         """
         fields = {"model": model, "request_id": request_id, "priority": priority}
-        session = {"session_id": session_id, "append": append or None, "session_tokens": session_tokens}
-        request = build_request(prompt, messages, prompt_token_ids, sampling, **fields, **session)
+        request = build_request(
+            prompt,
+            messages,
+            prompt_token_ids,
+            sampling,
+            session_id=session_id,
+            append=append or None,
+            session_tokens=session_tokens,
+            **fields,
+        )
         return self._stream(request, self._timeout_s if timeout_s is None else timeout_s)
 
     def complete(self, prompt: str | None = None, **options: Any) -> Completion:
@@ -154,8 +162,16 @@ class AsyncClient:
         A loop that leaves early should close the stream (`contextlib.aclosing`), which cancels the request.
         """
         fields = {"model": model, "request_id": request_id, "priority": priority}
-        session = {"session_id": session_id, "append": append or None, "session_tokens": session_tokens}
-        request = build_request(prompt, messages, prompt_token_ids, sampling, **fields, **session)
+        request = build_request(
+            prompt,
+            messages,
+            prompt_token_ids,
+            sampling,
+            session_id=session_id,
+            append=append or None,
+            session_tokens=session_tokens,
+            **fields,
+        )
         return self._stream(request, self._timeout_s if timeout_s is None else timeout_s)
 
     async def complete(self, prompt: str | None = None, **options: Any) -> Completion:

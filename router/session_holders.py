@@ -33,9 +33,10 @@ class SessionHolders:
         request = worker_pb2.FindSessionRequest(session_key=key)
         workers = [worker for worker in self._living() if worker.decodes]
         answers = await _ask(workers, lambda worker: worker.worker.FindSession(request, timeout=ASK_TIMEOUT_S))
-        worker, answer = max(answers, key=lambda each: each[1].fence, default=(None, None))
-        if worker is None or not answer.fence:
+        found = [(worker, answer) for worker, answer in answers if answer.fence]
+        if not found:
             return None
+        worker, answer = max(found, key=lambda each: each[1].fence)
         return record_at(worker, tenant, key, answer.token_ids, answer.fence)
 
     async def forget(self, key: bytes) -> bool:

@@ -80,7 +80,7 @@ async def test_chat_sends_everything_where_the_session_is_lost(address: str, rou
     assert [request.append for request in router.requests] == [False, True, False]
     said = [(message.role, message.content) for message in router.requests[-1].messages]
     assert said == [("user", "first"), ("assistant", "first "), ("user", "second")]
-    assert output == "first \nfirst first  second \n"
+    assert output == "first \nfirst first second \n"
 
 
 async def test_generate_takes_a_turn_of_a_session(address: str, router: FakeRouter) -> None:
