@@ -94,10 +94,10 @@ async def test_of_a_long_new_part_only_what_is_new_is_handed_over(own_valkey: Re
 
 async def test_a_holder_that_gave_the_blocks_to_others_gets_the_kv_from_prefill(own_valkey: RedisServer) -> None:
     """It says so at once, and nothing is computed in its steps."""
-    async with cluster(1, 1, decode={"num_kv_blocks": 24}, redis_url=own_valkey.url, local_turn_max_tokens=48) as c:
+    async with cluster(1, 1, decode={"num_kv_blocks": 24}, redis_url=own_valkey.url, local_turn_max_tokens=32) as c:
         said, _ = await begin(c)
         for i in range(3):
-            await c.generate(num_tokens=8, prompt=[i] * 300)
+            await c.generate(num_tokens=8, prompt=[i] * 350)
         _, finish = await say(c.stub, said, MORE)
         assert finish.served_by.prefill_worker_id == "prefill-0" and finish.served_by.num_attempts == 2
         await c.balanced()
@@ -144,17 +144,17 @@ async def test_two_routers_turns_at_once_are_not_mixed(own_valkey: RedisServer) 
         another_router(c, redis_url=own_valkey.url) as other,
     ):
         said, _ = await begin(c)
+        ways = [(c.stub, MORE), (other, [*MORE, *MORE])]
         with held(c.decodes[0]):
-            calls = [stub.Generate(request_of(8, MORE, session_id="chat", append=True)) for stub in (c.stub, other)]
-            answers = [asyncio.create_task(collect(call)) for call in calls]
+            answers = [asyncio.create_task(generate(stub, 8, new, append=True)) for stub, new in ways]
             await load_of(c.decodes[0].address, lambda load: load.num_running + load.num_queued == 2, LIMIT_S)
         done = await asyncio.gather(*answers, return_exceptions=True)
-        (good,) = [each for each in done if isinstance(each, Reply)]
+        ((good, new),) = [(each, new) for each, (_, new) in zip(done, ways, strict=True) if isinstance(each, Reply)]
         (bad,) = [each for each in done if isinstance(each, grpc.aio.AioRpcError)]
         (info,) = details_of(bad, error_details_pb2.ErrorInfo)
         assert (bad.code(), info.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
-        assert good.tokens == expected([*said, *MORE], 8)
-        await say(other, [*said, *MORE, *good.tokens], MORE)
+        assert good.tokens == expected([*said, *new], 8)
+        await say(other, [*said, *new, *good.tokens], MORE)
 
 
 async def test_a_cold_prompt_reports_no_cached_tokens_and_a_repeated_one_its_blocks() -> None:
