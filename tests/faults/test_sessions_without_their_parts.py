@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,6 +78,7 @@ async def test_the_worker_with_the_kv_dies(system: System, talkers: list[Talker]
         system.decodes[0].kill()
         await all_have(talkers, 3)
         system.decodes[0].start()
+        await asyncio.to_thread(system.decodes[0].until, "listening")
         await all_have(talkers, 3)
     assert sum(each.num_lost for each in talkers) == 0
     await reuse_is_back(talkers)
@@ -118,6 +120,8 @@ async def test_everything_that_knew_a_session_is_gone(system: System, stub: Any)
         process.kill()
         process.start()
     system.router.until("ready")
+    for process in system.decodes:
+        process.until("listening")
     system.redis.start()
     await talker.turn()
     assert talker.num_lost == 1
