@@ -94,10 +94,6 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    async def delete_session(self, key: bytes) -> bool:
-        """Forgets a session; answers whether there was anything."""
-
-    @abstractmethod
     async def close(self) -> None:
         """Ends connections; never fails because the store is away."""
 

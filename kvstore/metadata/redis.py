@@ -136,7 +136,7 @@ class Store(MetadataStore):
             return _decode_session(key, fields)
         except (ValueError, KeyError) as error:
             logger.warning("deleted a session record that cannot be read: %r", error)
-            await self.delete_session(key)
+            await self._bounded(lambda: self._redis.delete(name))
             return None
 
     async def write_session(self, record: SessionRecord, expected_fence: int, ttl_s: float) -> bool:
@@ -146,10 +146,6 @@ class Store(MetadataStore):
         flat = [part for pair in fields.items() for part in pair]
         name = _session_name(record.key)
         return bool(await self._run(_WRITE, (name,), str(expected_fence), _milliseconds(ttl_s), *flat))
-
-    async def delete_session(self, key: bytes) -> bool:
-        """As the base says."""
-        return bool(await self._bounded(lambda: self._redis.delete(_session_name(key))))
 
     async def close(self) -> None:
         """As the base says."""
