@@ -1,9 +1,10 @@
-"""Baton from Python: `from baton import LLM, Client, AsyncClient`. Light: no torch, no model code is imported."""
+"""Baton from Python: `from baton import LLM, Client, AsyncClient, Conversation`. No torch is imported."""
 
 from __future__ import annotations
 
 from baton.answers import Chunk, Completion, Finish, Sampling, ServedBy, Timing, Token, Usage
 from baton.client import AsyncClient, Client
+from baton.conversation import Conversation
 from baton.llm import LLM, Config
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Client",
     "Completion",
     "Config",
+    "Conversation",
     "Finish",
     "Sampling",
     "ServedBy",

@@ -75,11 +75,16 @@ class Usage:
     """Token counts."""
 
     prompt_tokens: int
-    """Tokens of the prompt, template included."""
+    """Tokens of the prompt, template included, and of the session that it was appended to."""
     completion_tokens: int
     """Tokens generated."""
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
+
+    @property
+    def session_tokens(self) -> int:
+        """Tokens of the conversation: what a next turn that appends may say the session must have."""
+        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ def build_request(
     messages: Sequence[Mapping[str, str]] | None,
     prompt_token_ids: Sequence[int] | None,
     sampling: Mapping[str, Any],
-    **fields: str | None,
+    **fields: str | int | None,
 ) -> inference_pb2.GenerateRequest:
     """The message for `Inference.Generate`.
 
@@ -209,7 +214,7 @@ def build_request(
     _fill(request, "prompt_token_ids", prompt_token_ids)
     for name, value in fields.items():
         named = name == "priority" and value in _PRIORITIES
-        _fill(request, name, f"PRIORITY_{value.upper()}" if named and value is not None else value)
+        _fill(request, name, f"PRIORITY_{str(value).upper()}" if named else value)
     for name, option in sampling.items():
         one_stop = name == "stop" and isinstance(option, str)
         _fill(request.sampling, name, [option] if one_stop else option, "sampling.")

@@ -72,7 +72,7 @@ def usage() -> str:
     ]
     for group in dict.fromkeys(command.group for command in COMMANDS):
         lines += ["", f"{group}:"]
-        lines += [f"  {command.name:<10} {command.summary}" for command in COMMANDS if command.group == group]
+        lines += [f"  {command.name:<12} {command.summary}" for command in COMMANDS if command.group == group]
     return "\n".join([*lines, "", "baton COMMAND --help shows the options of a command."])
 
 
@@ -101,6 +101,15 @@ def _generate(argv: Sequence[str]) -> int:
     description = "Streams the model's answer to one prompt."
     config = configuration.load(GenerateConfig, argv, prog="baton generate", description=description)
     return terminal.generate(config, sys.stdout, sys.stderr)
+
+
+def _end_session(argv: Sequence[str]) -> int:
+    from baton import terminal
+    from baton.options import EndSessionConfig
+
+    description = "Forgets a session and frees its KV at all workers."
+    config = configuration.load(EndSessionConfig, argv, prog="baton end-session", description=description)
+    return terminal.end_session(config, sys.stdout)
 
 
 def _workers(argv: Sequence[str]) -> int:
@@ -144,6 +153,7 @@ COMMANDS = (
     Command("demo", "Serving", "start it, ask one question, show who answered, stop", _demo),
     Command("chat", "Asking", "talk with the served model", _chat),
     Command("generate", "Asking", "stream the answer to one prompt", _generate),
+    Command("end-session", "Asking", "forget a session and free its KV", _end_session),
     Command("workers", "Looking", "show the workers and their load", _workers),
     Command("bench", "Looking", "put load on a service and measure it", _bench),
     Command("version", "Looking", "show the version", _version),

@@ -52,6 +52,8 @@ class Client:
         prompt_token_ids: Sequence[int] | None = None,
         model: str | None = None,
         session_id: str | None = None,
+        append: bool = False,
+        session_tokens: int | None = None,
         request_id: str | None = None,
         priority: Priority | None = None,
         timeout_s: float | None = None,
@@ -61,16 +63,27 @@ class Client:
 
         Give one of `prompt` (text as it is), `messages` ([{"role": "user", "content": "..."}], laid out by the model's
         chat template) and `prompt_token_ids`. `model` must be the served one. `session_id` joins the turns of a
-        conversation so that their KV is reused. `request_id` names the request in logs. `priority` is "low", "normal"
-        or "high". `timeout_s` ends the request when it is over. Further keywords are those of `Sampling`:
-        temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens,
-        min_tokens, seed, stop, stop_token_ids, include_stop_str_in_output, ignore_eos, logprobs, top_logprobs,
-        logit_bias.
+        conversation so that their KV is reused; with `append` the input is only what is new, and the session must have
+        `session_tokens` tokens (those of its last answer's usage) if that is given. `request_id` names the request in
+        logs. `priority` is "low", "normal" or "high". `timeout_s` ends the request when it is over. Further keywords
+        are those of `Sampling`: temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty,
+        repetition_penalty, max_tokens, min_tokens, seed, stop, stop_token_ids, include_stop_str_in_output, ignore_eos,
+        logprobs, top_logprobs, logit_bias.
 
-        Raises InvalidArgument, NotFound, Overloaded, Unavailable, Aborted (also: time is up) or BatonError.
+        Raises InvalidArgument, NotFound, SessionLost (send the whole conversation), SessionBusy (another turn of it was
+        running), Overloaded, Unavailable, Aborted (also: time is up) or BatonError.
         """
-        names = {"model": model, "session_id": session_id, "request_id": request_id, "priority": priority}
-        request = build_request(prompt, messages, prompt_token_ids, sampling, **names)
+        fields = {"model": model, "request_id": request_id, "priority": priority}
+        request = build_request(
+            prompt,
+            messages,
+            prompt_token_ids,
+            sampling,
+            session_id=session_id,
+            append=append or None,
+            session_tokens=session_tokens,
+            **fields,
+        )
         return self._stream(request, self._timeout_s if timeout_s is None else timeout_s)
 
     def complete(self, prompt: str | None = None, **options: Any) -> Completion:
@@ -137,6 +150,8 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         model: str | None = None,
         session_id: str | None = None,
+        append: bool = False,
+        session_tokens: int | None = None,
         request_id: str | None = None,
         priority: Priority | None = None,
         timeout_s: float | None = None,
@@ -146,8 +161,17 @@ class AsyncClient:
 
         A loop that leaves early should close the stream (`contextlib.aclosing`), which cancels the request.
         """
-        names = {"model": model, "session_id": session_id, "request_id": request_id, "priority": priority}
-        request = build_request(prompt, messages, prompt_token_ids, sampling, **names)
+        fields = {"model": model, "request_id": request_id, "priority": priority}
+        request = build_request(
+            prompt,
+            messages,
+            prompt_token_ids,
+            sampling,
+            session_id=session_id,
+            append=append or None,
+            session_tokens=session_tokens,
+            **fields,
+        )
         return self._stream(request, self._timeout_s if timeout_s is None else timeout_s)
 
     async def complete(self, prompt: str | None = None, **options: Any) -> Completion:

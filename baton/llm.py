@@ -118,10 +118,16 @@ class LLM:
         return [answer.text for answer in answers]
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], *, priority: Priority = "normal", **sampling: Unpack[Sampling]
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        priority: Priority = "normal",
+        session_id: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> str:
-        """The answer to a conversation of {"role": ..., "content": ...}."""
-        options: dict[str, Any] = {"messages": messages, "priority": priority, **sampling}
+        """The answer to a conversation of {"role": ..., "content": ...}. What turns of one `session_id` have in common
+        is computed once."""
+        options: dict[str, Any] = {"messages": messages, "priority": priority, "session_id": session_id, **sampling}
         return self._wait(self._client.complete(None, **options)).text
 
     def complete(self, prompt: str, *, priority: Priority = "normal", **sampling: Unpack[Sampling]) -> Completion:

@@ -60,6 +60,12 @@ class ServeConfig:
     """Most requests that wait in a router while every seat is taken; what comes beyond is refused."""
     max_queue_wait_s: float | None = field(default=None, metadata=_in("Routers", min=0))
     """A request whose wait would be longer is refused at once; 0: never."""
+    policy: str | None = field(default=None, metadata=_in("Routers"))
+    """How workers are picked: session_affinity, prefix_affinity or least_loaded."""
+    local_turn_max_tokens: int | None = field(default=None, metadata=_in("Routers", min=0))
+    """Of a session's turn at most so many new tokens are prefilled by the decode worker that holds its KV."""
+    session_ttl_s: float | None = field(default=None, metadata=_in("Routers", min=1))
+    """How long a session is remembered after its last turn."""
 
     max_num_seqs: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Most sequences that hold KV blocks at once, a worker."""
@@ -149,6 +155,14 @@ class WorkersConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSessionConfig(WorkersConfig):
+    """`baton end-session SESSION_ID`."""
+
+    session_id: str = field(kw_only=True, metadata={"positional": True})
+    """The session to forget."""
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerConfig:
     """What `baton generate` and `baton chat` share."""
 
@@ -193,6 +207,10 @@ class GenerateConfig(AnswerConfig):
     """The text to go on from; "-" reads standard input."""
     chat: bool = field(default=False, metadata=_in("Output"))
     """Take the prompt as a user's message and lay it out by the model's chat template."""
+    session_id: str | None = field(default=None, metadata=_in("Conversation"))
+    """A session whose turn this is: what it has in common with the turns before is not computed again."""
+    append: bool = field(default=False, metadata=_in("Conversation"))
+    """The prompt is only what is new, and goes on after what the session has."""
     stats: bool = field(default=False, metadata=_in("Output"))
     """Print workers, token counts and durations to standard error at the end."""
 

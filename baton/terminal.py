@@ -1,4 +1,4 @@
-"""`baton generate`, `baton chat` and `baton workers`: answers and tables on a terminal or a pipe.
+"""`baton generate`, `chat`, `end-session` and `workers`: answers and tables on a terminal or a pipe.
 
 Owns formatting alone. Text goes to standard output as it arrives, everything else to standard error, so that output
 can be piped on.
@@ -6,13 +6,13 @@ can be piped on.
 
 from __future__ import annotations
 
-import secrets
 import sys
 from typing import TextIO
 
 from baton.answers import Finish, Sampling
 from baton.client import Client
-from baton.options import AnswerConfig, ChatConfig, GenerateConfig, WorkersConfig
+from baton.conversation import Conversation
+from baton.options import AnswerConfig, ChatConfig, EndSessionConfig, GenerateConfig, WorkersConfig
 from protos import inference_pb2
 from runtime.errors import BatonError
 
@@ -26,7 +26,12 @@ def generate(config: GenerateConfig, output: TextIO, errors: TextIO) -> int:
         messages = [{"role": "user", "content": prompt}] if config.chat else None
         finish = None
         for chunk in client.generate(
-            None if config.chat else prompt, messages=messages, priority=config.priority, **sampling_of(config)
+            None if config.chat else prompt,
+            messages=messages,
+            session_id=config.session_id,
+            append=config.append,
+            priority=config.priority,
+            **sampling_of(config),
         ):
             output.write(chunk.text)
             output.flush()
@@ -44,11 +49,11 @@ def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> 
     1 then.
     """
     interactive = source.isatty()
-    messages = [{"role": "system", "content": config.system}] if config.system else []
-    session_id, num_failed = secrets.token_hex(16), 0
+    num_failed = 0
     with Client(config.address, timeout_s=config.timeout_s) as client:
         if interactive:
             errors.write(f"{client.get_model().model} at {config.address}; {QUIT_WORDS[0]} or Ctrl-D ends\n")
+        conversation = Conversation(client, system=config.system, priority=config.priority)
         while True:
             if interactive:
                 output.write("> ")
@@ -57,36 +62,30 @@ def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> 
             if not line or line.strip() in QUIT_WORDS:
                 break
             if line.strip():
-                messages.append({"role": "user", "content": line.strip()})
-                num_failed += not _answer(client, config, messages, session_id, output, errors)
-        client.end_session(session_id)
+                num_failed += not _answer(conversation, line.strip(), sampling_of(config), output, errors)
+        conversation.end()
     return 1 if num_failed and not interactive else 0
 
 
-def _answer(
-    client: Client,
-    config: AnswerConfig,
-    messages: list[dict[str, str]],
-    session_id: str,
-    output: TextIO,
-    errors: TextIO,
-) -> bool:
+def _answer(conversation: Conversation, question: str, sampling: Sampling, output: TextIO, errors: TextIO) -> bool:
     """One turn; whether it was answered."""
-    parts: list[str] = []
     try:
-        for chunk in client.generate(
-            messages=messages, session_id=session_id, priority=config.priority, **sampling_of(config)
-        ):
-            parts.append(chunk.text)
+        for chunk in conversation.say(question, **sampling):
             output.write(chunk.text)
             output.flush()
     except BatonError as error:
-        messages.pop()
         errors.write(f"\nbaton chat: {error.message}\n")
         return False
     output.write("\n")
-    messages.append({"role": "assistant", "content": "".join(parts)})
     return True
+
+
+def end_session(config: EndSessionConfig, output: TextIO) -> int:
+    """Ends a session; the exit code."""
+    with Client(config.address, timeout_s=config.timeout_s) as client:
+        existed = client.end_session(config.session_id)
+    output.write("ended\n" if existed else "nothing was known of it\n")
+    return 0
 
 
 def workers(config: WorkersConfig, output: TextIO) -> int:

@@ -44,7 +44,15 @@ WORKER_OPTIONS = (
     "expected_sequence_tokens",
     "kv_transports",
 )
-ROUTER_OPTIONS = ("served_model_name", "max_num_queued", "max_queue_wait_s", "priority_ageing_s")
+ROUTER_OPTIONS = (
+    "served_model_name",
+    "max_num_queued",
+    "max_queue_wait_s",
+    "priority_ageing_s",
+    "policy",
+    "local_turn_max_tokens",
+    "session_ttl_s",
+)
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
 

@@ -123,9 +123,18 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         job = self._jobs[sequence] = _Job(attempt, request.router_id, source)
         self._by_attempt[accepted.attempt_id] = sequence
         self.scheduler.add(sequence, None if source is None else source.worker_id)
+        if source is None and request.max_local_tokens:
+            self._check_kept(job, request.max_local_tokens)
         self._worker.note_change()
         self._step_loop.wake()
         return job
+
+    def _check_kept(self, job: _Job, max_local_tokens: int) -> None:
+        """Ends an attempt for which more than the router expected would have to be computed here."""
+        sequence, holdings = job.attempt.sequence, self._parts.holdings
+        num_kept = len(holdings.cached_prefix(sequence, sequence.num_tokens - 1)) * holdings.block_size
+        if sequence.num_tokens - num_kept > max_local_tokens:
+            self._lose(job, f"of {sequence.num_tokens} tokens of the session {num_kept} are still kept here")
 
     def _final_record(self, job: _Job) -> worker_pb2.DecodeRunResponse:
         attempt, sequence, fetched = job.attempt, job.attempt.sequence, job.fetched
@@ -179,12 +188,6 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 )
             self.scheduler.finish(sequence, request.num_output_tokens)
         return worker_pb2.FinishResponse()
-
-    async def EndSession(
-        self, request: worker_pb2.DecodeEndSessionRequest, context: Context[object, object]
-    ) -> worker_pb2.DecodeEndSessionResponse:
-        """Nothing is kept for sessions beyond the prefix cache, which belongs to no session."""
-        return worker_pb2.DecodeEndSessionResponse(existed=False)
 
     # Fetches
 

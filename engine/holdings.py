@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from engine.sequence import Sequence, State
 from kvstore.blocks import BlockPool, OutOfBlocks
 from kvstore.hashing import PrefixHasher
+from kvstore.sessions import SessionTable
 
 LEARNING = 1 / 64
 """Weight of the last finished sequence in what is usual."""
@@ -41,6 +42,8 @@ class Holdings:
 
     def __init__(self, pool: BlockPool, hasher: PrefixHasher, block_size: int) -> None:
         self.pool = pool
+        self.sessions = SessionTable(pool)
+        """The sessions whose turns ended here."""
         self.block_size = block_size
         self.max_blocks = pool.ceiling
         """Blocks the pool can have; lowered for a while when the system turns out to have no memory for the rest."""
@@ -133,11 +136,22 @@ class Holdings:
         if sequence.num_pins == 0 and sequence in self._holders:
             self._holders.remove(sequence)
             self.num_given_back += 1
+            level = 0
             if sequence.state is State.FINISHED:
                 weight = LEARNING if self.usual_blocks else 1.0
                 self.usual_blocks += weight * (len(sequence.block_table) - self.usual_blocks)
-            self.pool.release(sequence.block_table)
+                level = self._keep_session(sequence)
+            self.pool.release(sequence.block_table, level)
             sequence.block_table = []
+
+    def _keep_session(self, sequence: Sequence) -> int:
+        """Remembers the session of a turn that has ended well; answers what its blocks are worth as cache."""
+        turn = sequence.request.session
+        if turn is None:
+            return 0
+        hashes = sequence.block_hashes[: sequence.num_computed // self.block_size]
+        self.sessions.keep(turn.key, turn.fence, sequence.token_ids, hashes, turn.ttl_s)
+        return int(sequence.request.priority)
 
     def take_back(self, sequence: Sequence) -> None:
         """Undoes `admit` for a sequence of which nothing was computed since, and which nothing touches."""

@@ -1,7 +1,7 @@
 """What a worker is asked to do: immutable values, no proto, no torch.
 
-Owns the types of a request as workers see it: token ids, sampling, identity. Text, stop strings and sessions stop at
-the router. `engine.wire` translates between these and protobuf.
+Owns the types of a request as workers see it: token ids, sampling, identity. Text, stop strings and names of sessions
+stop at the router. `engine.wire` translates between these and protobuf.
 """
 
 from __future__ import annotations
@@ -55,6 +55,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """What to keep of an attempt that ends well, because more is to come after it."""
+
+    key: bytes
+    """The session's, 16 bytes."""
+    fence: int
+    """Number of the session's record after this turn."""
+    ttl_s: float
+    """How long it is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One attempt to serve a request."""
 
@@ -76,6 +88,8 @@ class Request:
     """Whose cached prefixes may be used."""
     num_evictions: int = 0
     """How often earlier attempts were evicted for others."""
+    session: SessionTurn | None = None
+    """Whose turn it is; None for a request that stands alone."""
 
     @property
     def num_input_tokens(self) -> int:

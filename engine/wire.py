@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from engine.holdings import Holdings
-from engine.request import Priority, Request, Sample, SamplingParams
+from engine.request import Priority, Request, Sample, SamplingParams, SessionTurn
 from engine.sequence import FinishReason
+from kvstore.hashing import HASH_BYTES
 from protos import inference_pb2, worker_pb2
 from runtime.errors import ContextLengthExceeded, FailedPrecondition, InvalidArgument
 
@@ -60,7 +61,19 @@ def request_from_attempt(attempt: worker_pb2.Attempt, fingerprint: str, vocab_si
         waited_ms=attempt.waited_ms,
         tenant=attempt.tenant,
         num_evictions=attempt.num_evictions,
+        session=_session_from_proto(attempt.session) if attempt.HasField("session") else None,
     )
+
+
+def _session_from_proto(turn: worker_pb2.SessionTurn) -> SessionTurn:
+    return SessionTurn(check_session_key(turn.session_key), turn.fence, turn.ttl_ms / 1000)
+
+
+def check_session_key(key: bytes) -> bytes:
+    """The key; raises InvalidArgument unless it is one that a router derives."""
+    if len(key) != HASH_BYTES:
+        raise InvalidArgument("session_key", f"must be {HASH_BYTES} bytes, got {len(key)}")
+    return key
 
 
 def check_attempt_id(attempt_id: bytes) -> None:

@@ -180,7 +180,13 @@ class Worker:
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role)
             service = WorkerService(
-                parts.identity, memory, config.kv_transports, parts.leases, role, on_drain=step_loop.wake
+                parts.identity,
+                memory,
+                config.kv_transports,
+                parts.leases,
+                parts.holdings.sessions,
+                role,
+                on_drain=step_loop.wake,
             )
             yield await self._listen(stack, parts, role, step_loop, service)
 

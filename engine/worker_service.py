@@ -1,4 +1,5 @@
-"""What every worker serves, whatever its role: `Worker` (describe, watch, drain) and `KVTransfer` (fetch, release).
+"""What every worker serves, whatever its role: `Worker` (describe, watch, drain, sessions) and `KVTransfer` (fetch,
+release).
 
 1. A lease is opened by the role when it accepts an attempt.
 2. Fetch claims it: credit. Blocks go out as they become ready; a fetch that ends early breaks the lease.
@@ -19,11 +20,13 @@ from typing import Protocol
 import grpc.aio
 
 from engine.request import Sample
-from engine.wire import check_attempt_id, token_to_proto
+from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
+from kvstore.hashing import unpack_token_ids
 from kvstore.layout import KVLayout
 from kvstore.leases import Lease, LeaseState, LeaseTable
 from kvstore.memory import PoolMemory
+from kvstore.sessions import SessionTable
 from kvstore.transport.base import Frame, add_to_checksum
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, FailedPrecondition, InvalidArgument
@@ -77,11 +80,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         memory: PoolMemory,
         transport_names: Sequence[str],
         leases: LeaseTable,
+        sessions: SessionTable,
         role: Role,
         on_drain: Callable[[], None],
     ) -> None:
         self.identity = identity
         self.leases = leases
+        self._sessions = sessions
         self.is_draining = False
         """Whether new attempts are refused."""
         self._memory = memory
@@ -129,6 +134,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         """Refuses new attempts and waits for those that run."""
         num_evicted = await self.drain(request.timeout_ms / 1000 if request.timeout_ms else None)
         return worker_pb2.DrainResponse(num_evicted=num_evicted)
+
+    async def FindSession(
+        self, request: worker_pb2.FindSessionRequest, context: Context[object, object]
+    ) -> worker_pb2.FindSessionResponse:
+        """What is remembered of a session after its last turn that ended here."""
+        kept = self._sessions.find(check_session_key(request.session_key))
+        if kept is None:
+            return worker_pb2.FindSessionResponse()
+        return worker_pb2.FindSessionResponse(fence=kept.fence, token_ids=unpack_token_ids(kept.token_ids))
+
+    async def ForgetSession(
+        self, request: worker_pb2.ForgetSessionRequest, context: Context[object, object]
+    ) -> worker_pb2.ForgetSessionResponse:
+        """Frees a session's blocks, but those that somebody uses now or another session has too."""
+        existed = self._sessions.forget(check_session_key(request.session_key))
+        self.note_change()
+        return worker_pb2.ForgetSessionResponse(existed=existed)
 
     async def drain(self, timeout_s: float | None) -> int:
         """Drains; gives running attempts back after `timeout_s` (None: never). Answers how many it gave back."""

@@ -11,13 +11,17 @@ block is not free; whatever breaks this is `PoolCorrupted`, after which the pool
 | used, complete     | 1 and more | yes  | nobody: others read it          | share, or last release: cached        |
 | used, a duplicate  | 1 and more | no   | nobody: its owner registered it | last release: free                    |
 | cached             | 0          | yes  | nobody                          | share: used; allocate: generation + 1 |
+
+What is cached is taken back oldest first. A retention level, given at release, counts as age: a level is worth as many
+later releases as the pool has blocks. So what is worth more stays longer, and nothing that nobody uses stays for ever.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from runtime.errors import BatonError
 
@@ -50,10 +54,24 @@ class PoolCounts:
     """Blocks the pool may grow to."""
 
 
+NUM_LEVELS = 4
+"""Retention levels: 0 is for what nobody asked to keep, sessions have one for each class of priority."""
+
+
 class BlockPool:
     """Block ids 0 to `num_total - 1`. Every operation is O(1) a block; one event loop owns it, there are no locks."""
 
-    __slots__ = ("_by_hash", "_cached", "_ceiling", "_free", "_generations", "_hashes", "_refs")
+    __slots__ = (
+        "_by_hash",
+        "_cached",
+        "_ceiling",
+        "_free",
+        "_generations",
+        "_hashes",
+        "_levels",
+        "_num_released",
+        "_refs",
+    )
 
     def __init__(self, num_blocks: int, ceiling: int | None = None) -> None:
         """Starts with `num_blocks` free blocks; may grow to `ceiling` (default: not at all)."""
@@ -66,7 +84,10 @@ class BlockPool:
         self._hashes: list[bytes | None] = []  # by block id; set while the block is the registered holder of that hash
         self._by_hash: dict[bytes, int] = {}
         self._free: list[int] = []  # a stack: memory touched last is used first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._levels: list[int] = []  # by block id: the highest it was released with since it was allocated
+        # By level: block id -> its turn to be taken back, in releases since the start; least recently released first.
+        self._cached: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in range(NUM_LEVELS))
+        self._num_released = 0
         self.grow(num_blocks)
 
     @property
@@ -82,17 +103,17 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks without references whose content may be reused."""
-        return len(self._cached)
+        return sum(map(len, self._cached))
 
     @property
     def num_used(self) -> int:
         """Blocks with references."""
-        return len(self._refs) - len(self._free) - len(self._cached)
+        return len(self._refs) - len(self._free) - self.num_cached
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give: free and cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def ceiling(self) -> int:
@@ -100,7 +121,7 @@ class BlockPool:
         return self._ceiling
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes blocks with one reference each, a new generation and no hash: free ones, then those cached longest.
+        """Takes blocks with one reference each, a new generation and no hash: free ones, then cached ones in turn.
 
         Raises OutOfBlocks and changes nothing if fewer are available.
         """
@@ -113,11 +134,13 @@ class BlockPool:
             if self._free:
                 block_id = self._free.pop()
             else:
-                block_id, _ = self._cached.popitem(last=False)
+                first_level = min(filter(None, self._cached), key=lambda level: next(iter(level.values())))
+                block_id, _ = first_level.popitem(last=False)
                 self._forget(block_id)
             if self._refs[block_id] != 0:
                 raise PoolCorrupted(f"block {block_id} is held {self._refs[block_id]} times and was available")
             self._refs[block_id] = 1
+            self._levels[block_id] = 0
             self._generations[block_id] += 1
             block_ids.append(block_id)
         return block_ids
@@ -126,29 +149,33 @@ class BlockPool:
         """Adds one reference to each block; cached ones become used. Raises PoolCorrupted for a free block."""
         for block_id in block_ids:
             if self.ref_count(block_id) == 0:
-                if block_id not in self._cached:
+                cached = self._cached[self._levels[block_id]]
+                if block_id not in cached:
                     raise PoolCorrupted(f"block {block_id} is free and cannot be shared")
-                del self._cached[block_id]
+                del cached[block_id]
             self._refs[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], level: int = 0) -> None:
         """Drops one reference of each block. `block_ids` is a block table or the end of one, in order.
 
         The table is walked from its end, so that a cached prefix loses its tail before its head. A block without
-        references is kept for reuse if its content is registered, else it is free. Raises PoolCorrupted for a block
-        that nobody holds.
+        references is kept for reuse if its content is registered, else it is free. `level` is how much it is worth;
+        a block that was worth more before still is. Raises PoolCorrupted for a block that nobody holds.
         """
         for block_id in reversed(block_ids):
             references = self.ref_count(block_id)
             if references == 0:
                 raise PoolCorrupted(f"block {block_id} is released but nobody holds it")
             self._refs[block_id] = references - 1
+            # Passed on towards the head: a block is worth no less than what follows on it.
+            self._levels[block_id] = level = max(level, self._levels[block_id])
             if references > 1:
                 continue
             if self._hashes[block_id] is None:
                 self._free.append(block_id)
             else:
-                self._cached[block_id] = None
+                self._num_released += 1
+                self._cached[level][block_id] = self._num_released + level * self.num_total
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Says that a block's content is complete and has this hash, so that others may find and share it.
@@ -174,6 +201,16 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
+    def discard(self, hashes: Iterable[bytes]) -> int:
+        """Frees the cached blocks that have these hashes; answers how many. What somebody holds stays as it is."""
+        num_before = len(self._free)
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is not None and self._cached[self._levels[block_id]].pop(block_id, None) is not None:
+                self._forget(block_id)
+                self._free.append(block_id)
+        return len(self._free) - num_before
+
     def ref_count(self, block_id: int) -> int:
         """References to a block. Raises PoolCorrupted for an id that does not exist."""
         if not 0 <= block_id < len(self._refs):
@@ -194,8 +231,9 @@ class BlockPool:
         """Forgets all reuse: cached blocks become free, used ones can no longer be found."""
         self._by_hash.clear()
         self._hashes = [None] * len(self._refs)
-        self._free.extend(reversed(self._cached))
-        self._cached.clear()
+        for level in self._cached:
+            self._free.extend(reversed(level))
+            level.clear()
 
     def grow(self, num_blocks: int) -> int:
         """Adds free blocks, at most up to the ceiling; answers how many. Their memory must be usable already."""
@@ -206,6 +244,7 @@ class BlockPool:
         self._refs.extend([0] * num_added)
         self._generations.extend([0] * num_added)
         self._hashes.extend([None] * num_added)
+        self._levels.extend([0] * num_added)
         self._free[:0] = range(first + num_added - 1, first - 1, -1)  # below what is free already: low ids go first
         return num_added
 
@@ -237,16 +276,17 @@ class BlockPool:
         if len(free) != len(self._free):
             raise PoolCorrupted("a block is on the free list twice")
         for block_id, references in enumerate(self._refs):
-            places = (block_id in free) + (block_id in self._cached) + (references > 0)
+            is_cached = block_id in self._cached[self._levels[block_id]]
+            places = (block_id in free) + is_cached + (references > 0)
             if places != 1 or references < 0:
                 raise PoolCorrupted(
                     f"block {block_id} has {references} references, free: {block_id in free}, "
-                    f"cached: {block_id in self._cached}; exactly one of used, free and cached must hold"
+                    f"cached: {is_cached}; exactly one of used, free and cached must hold"
                 )
         num_used = sum(references > 0 for references in self._refs)
-        if len(free) + len(self._cached) + num_used != len(self._refs):
+        if len(free) + self.num_cached + num_used != len(self._refs):
             raise PoolCorrupted(
-                f"{len(free)} free + {len(self._cached)} cached + {num_used} used blocks are not {len(self._refs)}"
+                f"{len(free)} free + {self.num_cached} cached + {num_used} used blocks are not {len(self._refs)}"
             )
 
     def _check_hashes(self) -> None:
@@ -257,7 +297,7 @@ class BlockPool:
         for block_id, known in enumerate(self._hashes):
             if known is not None and self._by_hash.get(known) != block_id:
                 raise PoolCorrupted(f"block {block_id} has hash {known.hex()}, which points elsewhere")
-        for block_id in self._cached:
+        for block_id in chain.from_iterable(self._cached):
             if self._hashes[block_id] is None:
                 raise PoolCorrupted(f"block {block_id} is cached without a hash")
 

@@ -83,7 +83,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndSession(self, request, context):
-        """EndSession forgets a session and frees its KV.
+        """EndSession forgets a session and frees its KV at all workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

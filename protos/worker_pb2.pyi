@@ -20,7 +20,7 @@ OUTCOME_KV_LOST: Outcome
 OUTCOME_EVICTED: Outcome
 
 class Attempt(_message.Message):
-    __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant", "num_evictions")
+    __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant", "num_evictions", "session")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Attempt(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -41,7 +42,18 @@ class Attempt(_message.Message):
     fingerprint: str
     tenant: str
     num_evictions: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., waited_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., num_evictions: _Optional[int] = ...) -> None: ...
+    session: SessionTurn
+    def __init__(self, attempt_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., waited_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., num_evictions: _Optional[int] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("session_key", "fence", "ttl_ms")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    fence: int
+    ttl_ms: int
+    def __init__(self, session_key: _Optional[bytes] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class PrefillRunRequest(_message.Message):
     __slots__ = ("attempt",)
@@ -108,14 +120,16 @@ class KVSource(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DecodeRunRequest(_message.Message):
-    __slots__ = ("attempt", "router_id", "source")
+    __slots__ = ("attempt", "router_id", "source", "max_local_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     router_id: str
     source: KVSource
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
+    max_local_tokens: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeRunResponse(_message.Message):
     __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail")
@@ -174,18 +188,6 @@ class FinishRequest(_message.Message):
 class FinishResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class DecodeEndSessionRequest(_message.Message):
-    __slots__ = ("session_key",)
-    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
-    session_key: bytes
-    def __init__(self, session_key: _Optional[bytes] = ...) -> None: ...
-
-class DecodeEndSessionResponse(_message.Message):
-    __slots__ = ("existed",)
-    EXISTED_FIELD_NUMBER: _ClassVar[int]
-    existed: bool
-    def __init__(self, existed: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("attempt_id", "epoch", "have_tokens", "transport", "layout")
@@ -303,3 +305,29 @@ class DrainResponse(_message.Message):
     NUM_EVICTED_FIELD_NUMBER: _ClassVar[int]
     num_evicted: int
     def __init__(self, num_evicted: _Optional[int] = ...) -> None: ...
+
+class FindSessionRequest(_message.Message):
+    __slots__ = ("session_key",)
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    def __init__(self, session_key: _Optional[bytes] = ...) -> None: ...
+
+class FindSessionResponse(_message.Message):
+    __slots__ = ("fence", "token_ids")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    fence: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ForgetSessionRequest(_message.Message):
+    __slots__ = ("session_key",)
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    def __init__(self, session_key: _Optional[bytes] = ...) -> None: ...
+
+class ForgetSessionResponse(_message.Message):
+    __slots__ = ("existed",)
+    EXISTED_FIELD_NUMBER: _ClassVar[int]
+    existed: bool
+    def __init__(self, existed: _Optional[bool] = ...) -> None: ...

@@ -127,11 +127,6 @@ class DecodeStub:
                 request_serializer=protos_dot_worker__pb2.FinishRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.FinishResponse.FromString,
                 _registered_method=True)
-        self.EndSession = channel.unary_unary(
-                '/baton.v1.Decode/EndSession',
-                request_serializer=protos_dot_worker__pb2.DecodeEndSessionRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.DecodeEndSessionResponse.FromString,
-                _registered_method=True)
 
 
 class DecodeServicer:
@@ -159,13 +154,6 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EndSession(self, request, context):
-        """EndSession frees what is kept for a session.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -183,11 +171,6 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Finish,
                     request_deserializer=protos_dot_worker__pb2.FinishRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.FinishResponse.SerializeToString,
-            ),
-            'EndSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.EndSession,
-                    request_deserializer=protos_dot_worker__pb2.DecodeEndSessionRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.DecodeEndSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,33 +255,6 @@ class Decode:
             '/baton.v1.Decode/Finish',
             protos_dot_worker__pb2.FinishRequest.SerializeToString,
             protos_dot_worker__pb2.FinishResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EndSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Decode/EndSession',
-            protos_dot_worker__pb2.DecodeEndSessionRequest.SerializeToString,
-            protos_dot_worker__pb2.DecodeEndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -455,6 +411,16 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.FindSession = channel.unary_unary(
+                '/baton.v1.Worker/FindSession',
+                request_serializer=protos_dot_worker__pb2.FindSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.FindSessionResponse.FromString,
+                _registered_method=True)
+        self.ForgetSession = channel.unary_unary(
+                '/baton.v1.Worker/ForgetSession',
+                request_serializer=protos_dot_worker__pb2.ForgetSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ForgetSessionResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -482,6 +448,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSession(self, request, context):
+        """FindSession tells what this worker remembers of a session, for routers that have lost it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSession(self, request, context):
+        """ForgetSession frees what is kept for a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -499,6 +479,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'FindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSession,
+                    request_deserializer=protos_dot_worker__pb2.FindSessionRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.FindSessionResponse.SerializeToString,
+            ),
+            'ForgetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSession,
+                    request_deserializer=protos_dot_worker__pb2.ForgetSessionRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ForgetSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -583,6 +573,60 @@ class Worker:
             '/baton.v1.Worker/Drain',
             protos_dot_worker__pb2.DrainRequest.SerializeToString,
             protos_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/FindSession',
+            protos_dot_worker__pb2.FindSessionRequest.SerializeToString,
+            protos_dot_worker__pb2.FindSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/ForgetSession',
+            protos_dot_worker__pb2.ForgetSessionRequest.SerializeToString,
+            protos_dot_worker__pb2.ForgetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,6 +93,10 @@ class Attempt:
     """How often earlier attempts were evicted."""
     router_id: str = ""
     """Names the Attach stream that decode sends tokens on."""
+    session: worker_pb2.SessionTurn | None = None
+    """Whose KV is kept when the attempt has ended well."""
+    max_local_tokens: int = 0
+    """Without a prefill worker: the most that decode may have to compute; 0: any number."""
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Never reused."""
     _first_token: worker_pb2.PrefillFirstToken | None = None
@@ -171,8 +175,11 @@ class Attempt:
 
     async def _failed(self, record: worker_pb2.DecodeRunResponse) -> AttemptFailed:
         """What a record of anything but success means. KV that was lost is prefill's failure."""
-        culprit, died = self.decode, self.decode.lost.is_set()
-        if record.outcome == worker_pb2.OUTCOME_KV_LOST and self.prefill is not None and self._prefilling is not None:
+        culprit: Incarnation | None = self.decode
+        died = self.decode.lost.is_set()
+        if record.outcome == worker_pb2.OUTCOME_KV_LOST and self._prefilling is None:
+            culprit = None  # The session's blocks were needed for others: nobody has failed.
+        elif record.outcome == worker_pb2.OUTCOME_KV_LOST and self.prefill is not None and self._prefilling is not None:
             culprit, died = self.prefill, self.prefill.lost.is_set()
             if not died:
                 # Decode may hear of a death before this router does.
@@ -215,6 +222,7 @@ class Attempt:
             fingerprint=self.decode.description.model.fingerprint,
             tenant=self.tenant,
             num_evictions=self.num_evictions,
+            session=self.session,
         )
 
     async def _begin_prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> worker_pb2.KVSource:
@@ -291,7 +299,9 @@ class Attempt:
     async def _decode(
         self, message: worker_pb2.Attempt, source: worker_pb2.KVSource | None
     ) -> worker_pb2.DecodeRunResponse:
-        request = worker_pb2.DecodeRunRequest(attempt=message, router_id=self.router_id, source=source)
+        request = worker_pb2.DecodeRunRequest(
+            attempt=message, router_id=self.router_id, source=source, max_local_tokens=self.max_local_tokens
+        )
         with _calling(self.decode):
             record = await self.decode.decode.Run(request, metadata=inject(self.span), timeout=self._timeout_s())
         assert isinstance(record, worker_pb2.DecodeRunResponse)

@@ -29,6 +29,8 @@ MAX_REPEATED_LENGTH = 1_000_000
 """Length that `*` may give a string or list."""
 MAX_RENDERED_CHARS = 64 << 20
 """Length of a rendered conversation."""
+STAND_IN = "baton-stands-in-for-what-was-said"
+"""Text of an earlier question and of its answer, where only what follows them is laid out."""
 
 
 class ChatTemplate:
@@ -74,6 +76,18 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise InvalidArgument("messages", f"the model's chat template refuses them: {reason}") from error
         return text
+
+    def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """What follows the text of an answer when the conversation goes on with `messages`: the end of the answer, then
+        as `render`. Raises InvalidArgument when the template refuses them, or does not repeat answers as they were."""
+        earlier = [{"role": "user", "content": STAND_IN}, {"role": "assistant", "content": STAND_IN}]
+        parts = self.render([*earlier, *messages]).split(STAND_IN, 2)
+        if len(parts) != 3:
+            raise InvalidArgument(
+                "append",
+                "the model's chat template does not go on from an answer as it was; send the whole conversation",
+            )
+        return parts[2]
 
 
 def load_chat_template(checkpoint: Checkpoint) -> ChatTemplate | None:

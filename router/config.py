@@ -34,10 +34,14 @@ class RouterConfig:
     """host:port of prefill workers that are there without registering, separated by commas."""
     decode_workers: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
     """host:port of decode and mixed workers that are there without registering, separated by commas."""
-    policy: str = field(default="least_loaded", metadata=_in("Workers"))
-    """How a worker is picked among those that can serve; a file of router/policies."""
+    policy: str = field(default="session_affinity", metadata=_in("Workers"))
+    """How a worker is picked among those that can serve, a file of router/policies: session_affinity, prefix_affinity
+    or least_loaded."""
     local_prefill_max_tokens: int = field(default=0, metadata=_in("Workers", min=0))
     """Prompts of at most so many tokens are prefilled by the decode worker itself."""
+    local_turn_max_tokens: int = field(default=256, metadata=_in("Workers", min=0))
+    """Of a session's turn at the decode worker that holds its KV, at most so many new tokens are prefilled there; where
+    more is new a prefill worker computes what it has not cached."""
     worker_silence_s: float = field(default=3.0, metadata=_in("Workers", min=0.5))
     """A worker not heard for so long is taken for lost; its requests go on elsewhere."""
     worker_wait_s: float = field(default=60.0, metadata=_in("Workers", min=0))

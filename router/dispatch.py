@@ -1,7 +1,7 @@
 """From a validated request to a finished answer: which workers, and what happens when they fail.
 
-1. Decode is picked first (who holds the session's KV, then the policy), then a prefill worker that fits it. Without
-   one, or for a prompt shorter than `local_prefill_max_tokens`, decode prefills.
+1. The policy picks decode first, then a prefill worker that fits it. Without one, or where no more is new than
+   `local_prefill_max_tokens` (`local_turn_max_tokens` at the worker that holds the session's KV), decode prefills.
 2. An attempt runs. If it fails, a new one carries the prompt and the tokens the client already has: there is one way
    to recover, whatever was lost.
 3. A request whose worker died three times running without a new token fails: it is probably the cause.
@@ -13,16 +13,17 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import dataclass
 
 from opentelemetry.trace import Span, Status, StatusCode
 
-from kvstore.metadata.base import SessionRecord
 from protos import inference_pb2
 from router.answer import Answer
 from router.attempts import Attempt, AttemptFailed, Served
 from router.fleet import Fleet
 from router.links import Incarnation
-from router.policies.base import Policy
+from router.policies.base import Policy, Wanted
+from router.sessions import Turn
 from runtime.errors import Unavailable
 from runtime.telemetry import Telemetry
 
@@ -31,6 +32,20 @@ MAX_DEATHS = 3
 MAX_FAILURES = 16
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who serves an attempt."""
+
+    decode: Incarnation
+    """Generates."""
+    prefill: Incarnation | None
+    """Computes the prompt; None: decode does."""
+    num_held: int = 0
+    """Leading tokens whose KV decode should have from earlier turns of the session."""
+    max_local_tokens: int = 0
+    """With `num_held`: the most that decode may have to compute all the same, or prefill had better do it; 0: any."""
 
 
 class Dispatcher:
@@ -43,6 +58,7 @@ class Dispatcher:
         telemetry: Telemetry,
         router_id: str,
         local_prefill_max_tokens: int,
+        local_turn_max_tokens: int,
         worker_wait_s: float,
     ) -> None:
         self._fleet = fleet
@@ -50,22 +66,21 @@ class Dispatcher:
         self._telemetry = telemetry
         self._router_id = router_id
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._local_turn_max_tokens = local_turn_max_tokens
         self._worker_wait_s = worker_wait_s
 
-    async def serve(
-        self, answer: Answer, session: SessionRecord | None, parent: Span
-    ) -> tuple[inference_pb2.Finish, Incarnation]:
+    async def serve(self, answer: Answer, turn: Turn | None, parent: Span) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
         num_failures, num_evictions, avoided, dead = 0, 0, set[Incarnation](), set[Incarnation]()
         first_dispatch_s: float | None = None
         attempt_number = 0
         while True:
             attempt_number += 1
-            decode, prefill = await self._choose(answer, session, avoided, is_first=attempt_number == 1)
+            choice = await self._choose(answer, turn, avoided, is_first=attempt_number == 1)
             first_dispatch_s = first_dispatch_s or time.monotonic()
             num_before = len(answer.token_ids)
             try:
-                served = await self._attempt(answer, decode, prefill, attempt_number, num_evictions, parent)
+                served = await self._attempt(answer, choice, turn, attempt_number, num_evictions, parent)
             except AttemptFailed as failure:
                 if answer.matched_stop is not None:
                     # The stop string was found before the worker went: nothing is missing.
@@ -79,8 +94,8 @@ class Dispatcher:
                         # One that breaks calls, while its reports are merely late, dies once.
                         dead.add(failure.culprit)
                     num_evictions += failure.evicted
-                    # Eviction is scheduling at work; anything else is for someone to look at.
-                    level = logging.INFO if failure.evicted else logging.WARNING
+                    # Want of blocks is scheduling at work; anything else is for someone to look at.
+                    level = logging.INFO if failure.evicted or failure.culprit is None else logging.WARNING
                     LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
                     if len(dead) >= MAX_DEATHS or num_failures >= MAX_FAILURES:
                         raise Unavailable(
@@ -93,28 +108,30 @@ class Dispatcher:
                     continue
             answer.finish()
             queue_ms = 1000 * (first_dispatch_s - answer.arrived_s)
-            return _finish(answer, served, decode, prefill, attempt_number, queue_ms), decode
+            return _finish(answer, served, choice, attempt_number, queue_ms), choice.decode
 
     async def _attempt(
-        self,
-        answer: Answer,
-        decode: Incarnation,
-        prefill: Incarnation | None,
-        number: int,
-        num_evictions: int,
-        parent: Span,
+        self, answer: Answer, choice: Choice, turn: Turn | None, number: int, num_evictions: int, parent: Span
     ) -> Served:
         span = self._telemetry.start_span("baton.attempt", parent=parent)
-        waited_ms = round(1000 * (time.monotonic() - answer.arrived_s))
         attempt = Attempt(
-            answer, decode, prefill, waited_ms, span, num_evictions=num_evictions, router_id=self._router_id
+            answer,
+            choice.decode,
+            choice.prefill,
+            round(1000 * (time.monotonic() - answer.arrived_s)),
+            span,
+            num_evictions=num_evictions,
+            router_id=self._router_id,
+            session=None if turn is None else turn.to_proto(),
+            max_local_tokens=choice.max_local_tokens,
         )
         span.set_attributes(
             {
                 "baton.attempt_id": attempt.attempt_id.hex(),
                 "baton.attempt_number": number,
-                "baton.decode_worker_id": decode.worker_id,
-                "baton.prefill_worker_id": (prefill or decode).worker_id,
+                "baton.decode_worker_id": choice.decode.worker_id,
+                "baton.prefill_worker_id": (choice.prefill or choice.decode).worker_id,
+                "baton.num_held_tokens": choice.num_held,
             }
         )
         try:
@@ -125,9 +142,7 @@ class Dispatcher:
         finally:
             span.end()
 
-    async def _choose(
-        self, answer: Answer, session: SessionRecord | None, avoided: set[Incarnation], is_first: bool
-    ) -> tuple[Incarnation, Incarnation | None]:
+    async def _choose(self, answer: Answer, turn: Turn | None, avoided: set[Incarnation], is_first: bool) -> Choice:
         """Waits for workers, but at a request's first attempt: then nobody has promised it anything yet."""
         deadline_s = time.monotonic() + (0 if is_first else self._worker_wait_s)
         while True:
@@ -136,8 +151,8 @@ class Dispatcher:
             everyone = self._fleet.usable(decodes=True)
             decodes = [worker for worker in everyone if worker not in avoided] or everyone
             if decodes:
-                decode = self._pick_decode(decodes, session)
-                return decode, self._pick_prefill(decode, answer.next_position, avoided)
+                # After a failure nothing is presumed of what a worker holds: it may be what failed.
+                return self._pick(decodes, answer, turn, avoided, expects_kv=is_first)
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise Unavailable("no decode worker is ready", retry_after_s=1.0)
@@ -145,28 +160,32 @@ class Dispatcher:
                 async with asyncio.timeout(remaining_s):
                     await changed.wait()
 
-    def _pick_decode(self, candidates: list[Incarnation], session: SessionRecord | None) -> Incarnation:
-        if session is not None:
-            for worker in candidates:
-                if (worker.worker_id, worker.description.epoch) == (session.holder, session.epoch):
-                    return worker
+    def _pick(
+        self,
+        decodes: list[Incarnation],
+        answer: Answer,
+        turn: Turn | None,
+        avoided: set[Incarnation],
+        expects_kv: bool,
+    ) -> Choice:
+        token_ids = (*answer.request.prompt_token_ids, *answer.token_ids)
+        holder = None if turn is None else next((w for w in decodes if turn.is_held_by(w)), None)
+        wanted = Wanted(token_ids, b"" if turn is None else turn.key, holder)
         # Seats are not equally many everywhere, so the least loaded worker may have none free.
-        return self._policy.pick_decode([worker for worker in candidates if worker.num_free] or candidates)
-
-    def _pick_prefill(self, decode: Incarnation, num_tokens: int, avoided: set[Incarnation]) -> Incarnation | None:
-        if decode.role == inference_pb2.WORKER_ROLE_MIXED or num_tokens <= self._local_prefill_max_tokens:
-            return None
-        candidates = [w for w in self._fleet.usable(decodes=False) if w not in avoided and w.fits(decode)]
-        return self._policy.pick_prefill(candidates) if candidates else None
+        decode = self._policy.pick_decode([worker for worker in decodes if worker.num_free] or decodes, wanted)
+        num_held = turn.num_held(token_ids) if turn is not None and expects_kv and decode is holder else 0
+        limit = max(self._local_prefill_max_tokens, self._local_turn_max_tokens if num_held else 0)
+        prefills = [w for w in self._fleet.usable(decodes=False) if w not in avoided and w.fits(decode)]
+        if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
+            return Choice(decode, None, num_held)
+        if len(token_ids) - num_held > limit:
+            return Choice(decode, self._policy.pick_prefill(prefills, wanted), num_held)
+        # One block more: a whole input that is held is never reused to its last token.
+        return Choice(decode, None, num_held, limit + decode.description.block_size if num_held else 0)
 
 
 def _finish(
-    answer: Answer,
-    served: Served | None,
-    decode: Incarnation,
-    prefill: Incarnation | None,
-    num_attempts: int,
-    queue_ms: float,
+    answer: Answer, served: Served | None, choice: Choice, num_attempts: int, queue_ms: float
 ) -> inference_pb2.Finish:
     """The last message's record."""
     now_s = time.monotonic()
@@ -179,8 +198,8 @@ def _finish(
     timing.total_ms = 1000 * (now_s - answer.arrived_s)
     timing.time_to_first_token_ms = 1000 * ((answer.first_token_s or now_s) - answer.arrived_s)
     timing.inter_token_latency_ms = answer.inter_token_latency_ms
-    by.decode_worker_id = decode.worker_id
-    by.prefill_worker_id = (prefill or decode).worker_id
+    by.decode_worker_id = choice.decode.worker_id
+    by.prefill_worker_id = (choice.prefill or choice.decode).worker_id
     by.num_attempts = num_attempts
     if first is not None:
         # Tokens that an earlier attempt had generated are part of this attempt's input, not of the prompt.
@@ -190,7 +209,7 @@ def _finish(
         record = served.record
         by.transport, by.kv_bytes = record.transport, record.kv_bytes
         timing.transfer_ms = record.transfer_ms
-        if prefill is None:
+        if choice.prefill is None:
             finish.usage.cached_tokens = min(record.cached_tokens, finish.usage.prompt_tokens)
             timing.prefill_queue_ms, timing.prefill_ms = record.queue_ms, record.prefill_ms
     if answer.matched_stop is not None:

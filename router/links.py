@@ -40,6 +40,8 @@ class Incarnation:
         """Calls to a prefill worker."""
         self.decode = worker_pb2_grpc.DecodeStub(channel)
         """Calls to a decode or mixed worker."""
+        self.worker = worker_pb2_grpc.WorkerStub(channel)
+        """Calls that every worker answers."""
         self.state: inference_pb2.WorkerState = inference_pb2.WORKER_STATE_UNSPECIFIED
         """As last reported."""
         self.load = inference_pb2.WorkerLoad()

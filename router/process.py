@@ -22,6 +22,7 @@ from router.fleet import Fleet
 from router.model import TextModel, open_text_model
 from router.probe import Prober
 from router.service import InferenceService
+from router.session_holders import SessionHolders
 from router.sessions import Sessions
 from runtime import logs, plugins, telemetry
 from runtime.errors import BatonError, ConfigError
@@ -123,8 +124,16 @@ async def serving(
         prober = Prober(stream_id, model.tokenizer)
         fleet = Fleet(stream_id, model.fingerprint, addresses, store, config.worker_silence_s, prober, note_change)
         policy = plugins.load("router.policies", config.policy, "Policy")()
-        dispatcher = Dispatcher(fleet, policy, traces, stream_id, config.local_prefill_max_tokens, config.worker_wait_s)
-        sessions = Sessions(store, config.session_ttl_s)
+        dispatcher = Dispatcher(
+            fleet,
+            policy,
+            traces,
+            stream_id,
+            config.local_prefill_max_tokens,
+            config.local_turn_max_tokens,
+            config.worker_wait_s,
+        )
+        sessions = Sessions(store, SessionHolders(fleet), config.session_ttl_s)
         admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
         service = InferenceService(
             model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s
@@ -136,6 +145,7 @@ async def serving(
         LOG.info("listening at %s", address)
         watching = asyncio.create_task(fleet.run())
         stack.push_async_callback(_cancel, watching)
+        stack.push_async_callback(_cancel, asyncio.create_task(sessions.run()))
         # Registered last, so it runs first: calls end while the workers' streams still stand.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         yield RunningRouter(address, fleet, service, server, watching)

@@ -1,7 +1,7 @@
 """The public service: `baton.v1.Inference`.
 
-1. Generate takes a ticket or refuses, validates, and starts the dispatcher, which begins when the ticket has its place,
-   beside the stream that goes to the client.
+1. Generate takes a ticket or refuses, waits for its turn in its session, validates, and starts the dispatcher, which
+   begins when the ticket has its place, beside the stream that goes to the client.
 2. What has come since the last message goes out in the next one; a slow client gets fewer, larger messages.
 3. The last message carries `finish`. If the client goes, the dispatcher is cancelled and everything is freed.
 """
@@ -23,7 +23,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.links import Incarnation
 from router.model import TextModel
-from router.sessions import Sessions
+from router.sessions import Sessions, Turn
 from router.stalls import stall_limit
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
@@ -90,20 +90,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> None:
         """One request."""
         arrived_s = time.monotonic()
+        num_tokens = request.session_tokens if request.HasField("session_tokens") else None
         with self._admitted(request, context) as ticket:
-            prepared = await self._validated(request)
-            with self._named(prepared.request_id):
-                answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
-                operation = "chat" if request.messages else "text_completion"
-                span = self._start_span(prepared, operation, context)
-                serving = asyncio.create_task(self._serve(answer, prepared, ticket, span))
-                try:
-                    await self._stream(answer, serving, ticket, context)
-                finally:
-                    if not serving.done():
-                        serving.cancel()
-                        await asyncio.wait([serving])
-                    _close_span(span, serving)
+            async with self._sessions.turn(TENANT, request.session_id, request.append, num_tokens) as turn:
+                await self._answer(request, context, ticket, turn, arrived_s)
+
+    async def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Context[object, object],
+        ticket: Ticket,
+        turn: Turn | None,
+        arrived_s: float,
+    ) -> None:
+        prepared = await self._validated(request, turn)
+        with self._named(prepared.request_id):
+            answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
+            operation = "chat" if request.messages else "text_completion"
+            span = self._start_span(prepared, operation, context)
+            serving = asyncio.create_task(self._serve(answer, prepared, ticket, turn, span))
+            try:
+                await self._stream(answer, serving, ticket, context)
+            finally:
+                if not serving.done():
+                    serving.cancel()
+                    await asyncio.wait([serving])
+                _close_span(span, serving)
 
     async def _stream(
         self,
@@ -133,15 +145,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await context.write(last)
 
     async def _serve(
-        self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, span: Span
+        self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, turn: Turn | None, span: Span
     ) -> inference_pb2.Finish:
         await ticket.placed
-        session = await self._sessions.read(TENANT, prepared.session_id)
-        finish, holder = await self._dispatcher.serve(answer, session, span)
+        finish, holder = await self._dispatcher.serve(answer, turn, span)
         # However long the client takes to read the end.
         self._admission.give_back(ticket)
-        token_ids = [*prepared.prompt_token_ids, *answer.token_ids]
-        await self._sessions.write(TENANT, prepared.session_id, session, token_ids, holder)
+        if turn is not None:
+            await self._sessions.finish(turn, [*prepared.prompt_token_ids, *answer.token_ids], holder)
         return finish
 
     def _unavailable(self) -> Unavailable:
@@ -173,8 +184,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             self._request_ids.discard(request_id)
 
-    async def _validated(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
-        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template
+    async def _validated(self, request: inference_pb2.GenerateRequest, turn: Turn | None) -> PreparedRequest:
+        before = turn.previous_token_ids() if turn is not None and turn.is_append else ()
+        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template, before
         if request.ByteSize() <= SHORT_BYTES:
             return validate(*arguments)
         # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
@@ -234,7 +246,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def EndSession(
         self, request: inference_pb2.EndSessionRequest, context: Context[object, object]
     ) -> inference_pb2.EndSessionResponse:
-        """Forgets a session."""
+        """Forgets a session and frees its KV."""
         if not request.session_id:
             raise InvalidArgument("session_id", "must not be empty")
         return inference_pb2.EndSessionResponse(existed=await self._sessions.end(TENANT, request.session_id))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos import inference_pb2
@@ -65,15 +66,19 @@ class PreparedRequest:
 
 
 def validate(
-    request: inference_pb2.GenerateRequest, model: ModelFacts, tokenizer: Tokenizer, chat_template: ChatTemplate | None
+    request: inference_pb2.GenerateRequest,
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    before: Sequence[int] = (),
 ) -> PreparedRequest:
-    """Checks and completes `request`.
+    """Checks and completes `request`; `before` are the session's tokens, if the input is to be appended to them.
 
     Raises InvalidArgument, ContextLengthExceeded (which is one) or NotFound for another model's name.
     """
     _check_identity(request, model)
     _check_sampling(request.sampling, model)
-    prompt = _prompt(request, model, tokenizer, chat_template)
+    prompt = _prompt(request, model, tokenizer, chat_template, before)
     sampling = _complete(request.sampling, prompt.field, len(prompt.token_ids), model)
     priority = request.priority or inference_pb2.PRIORITY_NORMAL
     return PreparedRequest(
@@ -93,6 +98,10 @@ def _check_identity(request: inference_pb2.GenerateRequest, model: ModelFacts) -
         raise NotFound("model", request.model, f'model: "{request.model}" is not served here, only "{model.name}"')
     for field, value in (("request_id", request.request_id), ("session_id", request.session_id)):
         _at_most(field, "bytes", len(value.encode()), MAX_ID_BYTES)
+    if not request.session_id and (request.append or request.HasField("session_tokens")):
+        raise InvalidArgument("session_id", "is needed to append to a session, got none")
+    if request.HasField("session_tokens") and not request.append:
+        raise InvalidArgument("session_tokens", f"needs append to be true, got {request.session_tokens}")
     if request.priority not in inference_pb2.Priority.values():
         known = ", ".join(inference_pb2.Priority.keys())
         raise InvalidArgument("priority", f"must be one of {known}, got {request.priority}")
@@ -142,31 +151,50 @@ class _Prompt:
 
 
 def _prompt(
-    request: inference_pb2.GenerateRequest, model: ModelFacts, tokenizer: Tokenizer, chat_template: ChatTemplate | None
+    request: inference_pb2.GenerateRequest,
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    before: Sequence[int],
 ) -> _Prompt:
-    """The one prompt that was given, as token ids that fit the context."""
+    """The one prompt that was given, after what was before it, as token ids that fit the context."""
     given = [field for field, is_given in _inputs(request) if is_given]
     if len(given) != 1:
         got = " and ".join(given) or "none"
         raise InvalidArgument(given[-1] if given else "prompt", f"give exactly one of {_INPUT_NAMES}, got {got}")
     (field,) = given
     if field == "prompt_token_ids":
-        _check_prompt_length(field, len(request.prompt_token_ids), model)
-        token_ids = tuple(request.prompt_token_ids)
-        highest = max(token_ids)
-        _check_token_id(f"{field}[{token_ids.index(highest)}]", highest, model)
-        return _Prompt(field, token_ids)
+        new = tuple(request.prompt_token_ids)
+        _check_prompt_length(field, len(before) + len(new), model)
+        highest = max(new)
+        _check_token_id(f"{field}[{new.index(highest)}]", highest, model)
+        return _Prompt(field, (*before, *new))
+    new = _tokenize(request, field, model, tokenizer, chat_template)
+    if field == "messages" and before and before[-1] == new[0] and tokenizer.is_special(new[0]):
+        # The token that ended the answer is also what the template writes at the end of one.
+        new = new[1:]
+    _check_prompt_length(field, len(before) + len(new), model)
+    # A tokenizer may know more ids than the model has rows.
+    _check_token_id(field, max(new, default=0), model)
+    return _Prompt(field, (*before, *new))
+
+
+def _tokenize(
+    request: inference_pb2.GenerateRequest,
+    field: str,
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+) -> tuple[int, ...]:
     text = _render(request, chat_template) if field == "messages" else request.prompt
     if not text:
         raise InvalidArgument(field, "must not be empty")
     _check_text_length(field, text, model, tokenizer)
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=field == "prompt"))
+    frames = field == "prompt" and not request.append
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=frames))
     if not token_ids:
         raise InvalidArgument(field, "has no tokens")
-    _check_prompt_length(field, len(token_ids), model)
-    # A tokenizer may know more ids than the model has rows.
-    _check_token_id(field, max(token_ids), model)
-    return _Prompt(field, token_ids)
+    return token_ids
 
 
 _INPUT_NAMES = "prompt, messages, prompt_token_ids"
@@ -186,7 +214,8 @@ def _render(request: inference_pb2.GenerateRequest, chat_template: ChatTemplate 
     for index, message in enumerate(request.messages):
         if not message.role:
             raise InvalidArgument(f"messages[{index}].role", "must not be empty")
-    return chat_template.render([{"role": each.role, "content": each.content} for each in request.messages])
+    messages = [{"role": each.role, "content": each.content} for each in request.messages]
+    return chat_template.render_after_answer(messages) if request.append else chat_template.render(messages)
 
 
 def _complete(

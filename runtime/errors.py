@@ -46,6 +46,15 @@ class NotFound(BatonError):
         self.name = name
 
 
+class SessionLost(NotFound):
+    """Nobody knows the session any more, or only an older turn of it: send the whole conversation."""
+
+    reason = "SESSION_LOST"
+
+    def __init__(self, session_id: str, message: str) -> None:
+        super().__init__("session", session_id, message)
+
+
 class AlreadyExists(BatonError):
     """An attempt or request of this id is in flight, or its KV was fetched already."""
 
@@ -82,6 +91,12 @@ class Aborted(BatonError):
     """The request was ended on the server's side."""
 
     reason = "ABORTED"
+
+
+class SessionBusy(Aborted):
+    """Another turn of the session ran at the same time; what this one said is no part of the session."""
+
+    reason = "SESSION_BUSY"
 
 
 class ConfigError(BatonError):

@@ -25,6 +25,8 @@ from runtime.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    SessionBusy,
+    SessionLost,
     Unavailable,
 )
 
@@ -48,7 +50,8 @@ CODES: dict[type[BatonError], grpc.StatusCode] = {
 """Everything else is INTERNAL."""
 
 _MESSAGE_ONLY: dict[str, type[BatonError]] = {
-    error.reason: error for error in (AlreadyExists, FailedPrecondition, Aborted, ConfigError, CheckpointError)
+    error.reason: error
+    for error in (AlreadyExists, FailedPrecondition, Aborted, SessionBusy, ConfigError, CheckpointError)
 }
 
 
@@ -107,9 +110,11 @@ def _own_error(info: error_details_pb2.ErrorInfo, message: str, details: list[An
             violation = bad.field_violations[0]
             cls = ContextLengthExceeded if info.reason == ContextLengthExceeded.reason else InvalidArgument
             return cls(violation.field, violation.description)
-    if info.reason == NotFound.reason:
+    if info.reason in (NotFound.reason, SessionLost.reason):
         resource = error_details_pb2.ResourceInfo()
         if any(detail.Unpack(resource) for detail in details):
+            if info.reason == SessionLost.reason:
+                return SessionLost(resource.resource_name, message)
             return NotFound(resource.resource_type, resource.resource_name, message)
     if info.reason in (Overloaded.reason, Unavailable.reason):
         delay = error_details_pb2.RetryInfo()

@@ -44,6 +44,10 @@ class Ask:
     """Length of the answer."""
     priority: Priority | None = None
     """Its class; None: the router's default."""
+    session_id: str | None = None
+    """The session whose turn it is."""
+    session_tokens: int | None = None
+    """Tokens of the session that the prompt is appended to; None: the prompt is the whole conversation."""
 
 
 class Asks:
@@ -55,7 +59,7 @@ class Asks:
 
     def one(self, prompt_tokens: int, output_tokens: int, priority: Priority | None = None) -> Ask:
         """A random prompt."""
-        return Ask(self._ids(prompt_tokens), output_tokens, priority)
+        return Ask(self.ids(prompt_tokens), output_tokens, priority)
 
     def many(self, count: int, prompt_tokens: int, output_tokens: int, priority: Priority | None = None) -> list[Ask]:
         """Random prompts."""
@@ -64,9 +68,9 @@ class Asks:
     def with_prefixes(self, count: int, prompt_tokens: int, output_tokens: int) -> list[Ask]:
         """Prompts that begin, for three quarters of their length, with one of a few prefixes."""
         shared = 3 * prompt_tokens // 4
-        prefixes = [self._ids(shared) for _ in range(NUM_PREFIXES)]
+        prefixes = [self.ids(shared) for _ in range(NUM_PREFIXES)]
         return [
-            Ask(self._random.choice(prefixes) + self._ids(prompt_tokens - shared), output_tokens) for _ in range(count)
+            Ask(self._random.choice(prefixes) + self.ids(prompt_tokens - shared), output_tokens) for _ in range(count)
         ]
 
     def from_conversations(self, count: int, model: str, file: Path | None) -> list[Ask]:
@@ -92,7 +96,8 @@ class Asks:
             return self.with_prefixes(count, prompt_tokens, output_tokens)
         return self.many(count, prompt_tokens, output_tokens)
 
-    def _ids(self, count: int) -> tuple[int, ...]:
+    def ids(self, count: int) -> tuple[int, ...]:
+        """Random tokens."""
         return tuple(self._random.randrange(self._vocab_size) for _ in range(count))
 
 

@@ -16,12 +16,13 @@ from baton.bench import plot, report
 from baton.bench.asks import read_conversations
 from baton.bench.comparisons import COMPARISONS
 from baton.bench.contention import CONTENTION
+from baton.bench.conversations import CONVERSATIONS
 from baton.bench.options import STANDARD_OUTPUT, BenchConfig, resolve
 from baton.bench.rows import Row
 from baton.bench.scenario import Run, Ticker
 from runtime.errors import ConfigError
 
-SCENARIOS = {scenario.name: scenario for scenario in (*COMPARISONS, *CONTENTION)}
+SCENARIOS = {scenario.name: scenario for scenario in (*COMPARISONS, *CONTENTION, *CONVERSATIONS)}
 NUM_MESSAGES = 5
 """Different messages of failed requests that are shown."""
 

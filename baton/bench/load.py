@@ -1,8 +1,8 @@
 """Sending requests: one, a closed loop, an open loop; and what the client saw of each.
 
-Owns the clients' side of a measurement. A request that the service refuses for want of room is neither a success nor a
-failure: it is counted by itself. Times are of one monotonic clock. Pacing sleeps until a request is due; nothing here
-sleeps to wait for something to happen.
+Owns the clients' side of a measurement. A request that the service refuses, for want of room or because it has lost the
+session, is neither a success nor a failure: it is counted by itself. Times are of one monotonic clock. Pacing sleeps
+until a request is due; nothing here sleeps to wait for something to happen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from baton.answers import Finish
 from baton.bench.asks import Ask
 from baton.client import AsyncClient
-from runtime.errors import BatonError, Overloaded
+from runtime.errors import BatonError, Overloaded, SessionLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,20 @@ class Outcome:
     """What went wrong."""
     is_refused: bool = False
     """The service had no room for it and said so."""
+    is_lost: bool = False
+    """The service did not know the session any more and said so."""
+    token_ids: tuple[int, ...] = ()
+    """What was answered."""
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens that came."""
         return sum(self.message_tokens)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended badly, and not because the service said no."""
+        return self.finish is None and not self.is_refused and not self.is_lost
 
 
 class Load:
@@ -112,10 +121,15 @@ class Load:
         sent_s = time.monotonic()
         times: list[float] = []
         counts: list[int] = []
-        finish, message, is_refused = None, "", False
+        token_ids: list[int] = []
+        finish: Finish | None = None
+        failure: BatonError | None = None
         stream = self._client.generate(
             prompt_token_ids=ask.prompt_token_ids,
             priority=ask.priority,
+            session_id=ask.session_id,
+            append=ask.session_tokens is not None,
+            session_tokens=ask.session_tokens,
             max_tokens=ask.output_tokens,
             temperature=0.0,
             ignore_eos=True,
@@ -128,10 +142,11 @@ class Load:
                             self.streaming.release()
                         times.append(time.monotonic())
                         counts.append(len(chunk.tokens))
+                        token_ids += [token.token_id for token in chunk.tokens]
                         self._on_token()
                     finish = chunk.finish or finish
         except BatonError as error:
-            finish, message, is_refused = None, error.message, isinstance(error, Overloaded)
+            finish, failure = None, error
         return Outcome(
             num_prompt_tokens=len(ask.prompt_token_ids),
             sent_s=sent_s,
@@ -139,8 +154,10 @@ class Load:
             message_tokens=tuple(counts),
             ended_s=time.monotonic(),
             finish=finish,
-            error=message,
-            is_refused=is_refused,
+            error="" if failure is None else failure.message,
+            is_refused=isinstance(failure, Overloaded),
+            is_lost=isinstance(failure, SessionLost),
+            token_ids=tuple(token_ids),
         )
 
 

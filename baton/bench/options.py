@@ -23,6 +23,7 @@ ScenarioName = Literal[
     "overload",
     "static-vs-continuous",
     "handoff",
+    "sessions",
     "router",
 ]
 SLO_NAMES = ("ttft", "tpot", "itl", "e2e")
@@ -40,8 +41,8 @@ class BenchConfig:
     """`baton bench SCENARIO`."""
 
     scenario: ScenarioName = field(default="throughput", metadata={"positional": True})
-    """What to measure: throughput, interference, long-short, priority, overload, static-vs-continuous, handoff, router;
-    docs/bench.md describes each."""
+    """What to measure: throughput, interference, long-short, priority, overload, static-vs-continuous, handoff,
+    sessions, router; docs/bench.md describes each."""
 
     address: str | None = field(default=None, metadata=_in("Service"))
     """host:port of a router that runs; default: a service is started for the length of the measurement."""

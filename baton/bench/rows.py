@@ -112,7 +112,7 @@ def summarize(
     ended = [each for each in outcomes if _is_within(each.ended_s, window)]
     good = [each for each in ended if each.finish is not None]
     refused = [each for each in outcomes if each.is_refused]
-    num_failed = sum(each.finish is None and not each.is_refused for each in outcomes)
+    num_failed = sum(each.has_failed for each in outcomes)
     answered = [each for each in outcomes if each.message_times_s and _is_within(each.message_times_s[0], window)]
     num_output = sum(_tokens_within(each, window) for each in outcomes)
     num_prompt = sum(each.num_prompt_tokens for each in answered)

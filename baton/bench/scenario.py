@@ -205,7 +205,7 @@ class Run:
     def note(self, phase: Phase) -> None:
         """Remembers the failures of a phase that is over."""
         for outcome in phase.load.all_outcomes():
-            if outcome.finish is None and not outcome.is_refused:
+            if outcome.has_failed:
                 self.errors.append(outcome.error)
 
     def _on_change(self, change: Change) -> None:

@@ -8,6 +8,7 @@ writers that read the same record one loses.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -65,6 +66,9 @@ class MetadataStore(ABC):
     Every method may raise StoreUnavailable, and may then have taken effect; all may be repeated.
     """
 
+    failed_s: float = -math.inf
+    """When an operation last failed, monotonic clock."""
+
     @abstractmethod
     async def register_worker(self, record: WorkerRecord, ttl_s: float) -> None:
         """Lists a worker for `ttl_s`; repeat it well before that. Replaces what its id stood for."""
@@ -88,10 +92,6 @@ class MetadataStore(ABC):
         Repeating a write that took effect answers True as long as nobody wrote since. Raises ValueError unless
         `record.fence` is greater than `expected_fence`.
         """
-
-    @abstractmethod
-    async def delete_session(self, key: bytes) -> bool:
-        """Forgets a session; answers whether there was anything."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -50,11 +50,5 @@ class Store(MetadataStore):
         self._sessions[record.key] = (self._clock() + ttl_s, record)
         return True
 
-    async def delete_session(self, key: bytes) -> bool:
-        """As the base says."""
-        existed = await self.read_session(key) is not None
-        self._sessions.pop(key, None)
-        return existed
-
     async def close(self) -> None:
         """Nothing to end."""

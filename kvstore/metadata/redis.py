@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any
@@ -135,7 +136,7 @@ class Store(MetadataStore):
             return _decode_session(key, fields)
         except (ValueError, KeyError) as error:
             logger.warning("deleted a session record that cannot be read: %r", error)
-            await self.delete_session(key)
+            await self._bounded(lambda: self._redis.delete(name))
             return None
 
     async def write_session(self, record: SessionRecord, expected_fence: int, ttl_s: float) -> bool:
@@ -145,10 +146,6 @@ class Store(MetadataStore):
         flat = [part for pair in fields.items() for part in pair]
         name = _session_name(record.key)
         return bool(await self._run(_WRITE, (name,), str(expected_fence), _milliseconds(ttl_s), *flat))
-
-    async def delete_session(self, key: bytes) -> bool:
-        """As the base says."""
-        return bool(await self._bounded(lambda: self._redis.delete(_session_name(key))))
 
     async def close(self) -> None:
         """As the base says."""
@@ -171,7 +168,7 @@ class Store(MetadataStore):
             cause = str(error) or f"no answer within {self._op_timeout_s:g} s"
             if not self._away:
                 logger.warning("metadata store %s is away, going on without: %s", self._server, cause)
-            self._away = True
+            self._away, self.failed_s = True, time.monotonic()
             raise StoreUnavailable(f"metadata store {self._server}: {cause}") from error
         if self._away:
             logger.warning("metadata store %s is back", self._server)

@@ -1,34 +1,21 @@
-"""Least loaded: the prefill worker with the fewest tokens to compute, the decode worker with the fewest sequences.
-
-Load is the larger of what the worker last reported and what this router has given it since, so that requests between
-two reports do not all go to the same worker. Equals are drawn.
-"""
+"""Least loaded, by the power of two choices; knows nothing of what workers have cached."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from router.links import Incarnation
 from router.policies import base
+from router.policies.base import Wanted, decode_load, less_loaded_of_two, prefill_load
 
 
 class Policy(base.Policy):
     """See the module."""
 
-    def pick_prefill(self, candidates: Sequence[Incarnation]) -> Incarnation:
-        """The one with the fewest uncomputed tokens."""
-        return min(
-            candidates, key=lambda worker: (max(worker.load.num_queued_tokens, worker.num_assigned_tokens), _tie())
-        )
+    def pick_prefill(self, candidates: Sequence[Incarnation], wanted: Wanted) -> Incarnation:
+        """Of two drawn the one with fewer tokens to compute."""
+        return less_loaded_of_two(candidates, prefill_load)
 
-    def pick_decode(self, candidates: Sequence[Incarnation]) -> Incarnation:
-        """The one with the fewest sequences."""
-        return min(
-            candidates,
-            key=lambda worker: (max(worker.load.num_queued + worker.load.num_running, worker.num_assigned), _tie()),
-        )
-
-
-def _tie() -> float:
-    return random.random()
+    def pick_decode(self, candidates: Sequence[Incarnation], wanted: Wanted) -> Incarnation:
+        """Of two drawn the one with fewer sequences."""
+        return less_loaded_of_two(candidates, decode_load)

@@ -9,16 +9,17 @@ from typing import Any
 
 from protos import inference_pb2, inference_pb2_grpc
 from runtime import rpc
-from runtime.errors import BatonError, NotFound
+from runtime.errors import BatonError, NotFound, SessionLost
 
 
 class FakeRouter(inference_pb2_grpc.InferenceServicer):
     """Says the words of the prompt one by one; raises `error` after `fail_after` words where there is one, but spares
-    the first `num_spared` requests."""
+    the first `num_spared` requests. While it `loses_sessions` nothing can be appended."""
 
     def __init__(self) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.error: BatonError | None = None
+        self.loses_sessions = False
         self.fail_after = 0
         self.num_spared = 0
         self.hang = False
@@ -27,6 +28,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
+        if request.append and self.loses_sessions:
+            raise SessionLost(request.session_id, "nothing is known of it")
         try:
             text = request.prompt or " ".join(message.content for message in request.messages)
             words = text.split() or [str(token_id) for token_id in request.prompt_token_ids]

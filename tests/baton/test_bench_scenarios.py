@@ -160,6 +160,19 @@ def test_handoff() -> None:
     assert rows["shm-64"]["kv_bytes"] == rows["grpc-64"]["kv_bytes"] == 64 * 32
 
 
+def test_sessions() -> None:
+    rows = rows_of(results("sessions", "--num-requests=2", "--long-prompt-tokens=70", "--prompt-tokens=9"))
+    assert list(rows) == [f"{way}-{turn}" for way in ("whole", "append", "cold") for turn in range(1, 6)]
+    assert {row["requests"] for row in rows.values()} == {2}
+    for turn in range(1, 6):
+        assert rows[f"cold-{turn}"]["cached_tokens"] == rows[f"cold-{turn}"]["common_tokens"] == 0
+        for way in ("whole", "append"):
+            row = rows[f"{way}-{turn}"]
+            assert row["common_tokens"] == (2 * (71 + 32 * (turn - 1) + 9 * (turn - 2)) if turn > 1 else 0)
+            assert 0 <= row["most_missed"] <= 16 and row["session_lost"] == 0
+            assert row["ttft_vs_cold"] > 0
+
+
 def test_router() -> None:
     (row,) = rows_of(results("router", "--num-requests=32", "--max-concurrency=32", "--output-tokens=32")).values()
     assert row["router_cpu_s"] > 0

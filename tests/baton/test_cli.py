@@ -64,11 +64,35 @@ async def test_chat_keeps_the_conversation_and_ends_the_session(address: str, ro
     code, output, errors_text = await baton("chat", "--address", address, "--system", "be kind", input_text=lines)
     assert (code, errors_text) == (0, "")
     said = [[(message.role, message.content) for message in request.messages] for request in router.requests]
-    assert said[0] == [("system", "be kind"), ("user", "first")]
-    assert said[1] == [*said[0], ("assistant", "be kind first "), ("user", "second")]
-    assert len(said) == 2
+    assert said == [[("system", "be kind"), ("user", "first")], [("user", "second")]]
+    first, second = router.requests
+    # The scripted router counts 3 tokens of prompt, and three words were its answer.
+    assert (first.append, second.append, second.session_tokens) == (False, True, 6)
+    assert first.session_id == second.session_id
     assert router.ended_sessions == [router.requests[0].session_id] != [""]
     assert output.startswith("be kind first \n")
+
+
+async def test_chat_sends_everything_where_the_session_is_lost(address: str, router: FakeRouter) -> None:
+    router.loses_sessions = True
+    code, output, errors_text = await baton("chat", "--address", address, input_text="first\nsecond\n")
+    assert (code, errors_text) == (0, "")
+    assert [request.append for request in router.requests] == [False, True, False]
+    said = [(message.role, message.content) for message in router.requests[-1].messages]
+    assert said == [("user", "first"), ("assistant", "first "), ("user", "second")]
+    assert output == "first \nfirst first second \n"
+
+
+async def test_generate_takes_a_turn_of_a_session(address: str, router: FakeRouter) -> None:
+    argv = ["generate", "more", "--session-id=s", "--append", "--address", address]
+    assert (await baton(*argv))[:2] == (0, "more \n")
+    assert (router.requests[0].session_id, router.requests[0].append) == ("s", True)
+
+
+async def test_end_session(address: str, router: FakeRouter) -> None:
+    assert (await baton("end-session", "known", "--address", address))[:2] == (0, "ended\n")
+    assert (await baton("end-session", "other", "--address", address))[:2] == (0, "nothing was known of it\n")
+    assert router.ended_sessions == ["known", "other"]
 
 
 async def test_a_failed_turn_is_taken_back(address: str, router: FakeRouter) -> None:

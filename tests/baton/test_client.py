@@ -80,7 +80,7 @@ async def test_every_option_reaches_the_router(call: Call, address: str, router:
         "top_logprobs": 2,
         "logit_bias": {3: 1.5},
     }
-    names = {"model": "fake", "session_id": "s", "request_id": "r"}
+    names = {"model": "fake", "session_id": "s", "request_id": "r", "append": True, "session_tokens": 7}
     await call(address, "generate", "hi", priority="high", **names, **sampling)
     expected = inference_pb2.GenerateRequest(
         prompt="hi", priority=inference_pb2.PRIORITY_HIGH, sampling=inference_pb2.SamplingParams(**sampling), **names

@@ -11,6 +11,7 @@ import pickle
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pools import BLOCK_SIZE
@@ -140,7 +141,8 @@ class Names:
 
     def pool(self) -> Hashable:
         """Free blocks by number, cached ones by content in the order they would be taken."""
-        return self._pool.num_total, self._pool.num_free, tuple(map(self._pool.block_hash, self._pool._cached))
+        cached = chain.from_iterable(self._pool._cached)
+        return self._pool.num_total, self._pool.num_free, tuple(map(self._pool.block_hash, cached))
 
 
 def describe(sequence: Sequence, names: Names) -> Hashable:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.holdings import Holdings
 from engine.planning import Plan, build_batch
-from engine.request import Priority, Request, SamplingParams
+from engine.request import Priority, Request, SamplingParams, SessionTurn
 from engine.scheduling import Limits
 from engine.sequence import Sequence as Record
 from engine.sequence import State
@@ -46,6 +46,7 @@ def make_request(
     waited_ms: int = 0,
     tenant: str = "",
     num_evictions: int = 0,
+    session: SessionTurn | None = None,
     **sampling: Any,
 ) -> Request:
     return Request(
@@ -58,6 +59,7 @@ def make_request(
         waited_ms=waited_ms,
         tenant=tenant,
         num_evictions=num_evictions,
+        session=session,
     )
 
 

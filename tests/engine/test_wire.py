@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.request import Priority, Sample
+from engine.request import Priority, Sample, SessionTurn
 from engine.sequence import FinishReason
 from engine.wire import finish_reason_to_proto, request_from_attempt, token_from_proto, token_to_proto
 from protos import inference_pb2, worker_pb2
@@ -37,6 +37,8 @@ BAD = {
     "huge prompt id": ({"prompt_token_ids": [2**32 - 1]}, {}, "prompt_token_ids"),
     "output id out of range": ({"output_token_ids": [VOCAB]}, {}, "output_token_ids"),
     "unknown priority": ({"priority": 9}, {}, "priority"),
+    "no session key": ({"session": worker_pb2.SessionTurn(fence=1)}, {}, "session_key"),
+    "long session key": ({"session": worker_pb2.SessionTurn(session_key=b"x" * 17)}, {}, "session_key"),
     "negative temperature": ({}, {"temperature": -0.1}, "sampling.temperature"),
     "nan temperature": ({}, {"temperature": math.nan}, "sampling.temperature"),
     "infinite temperature": ({}, {"temperature": math.inf}, "sampling.temperature"),
@@ -110,8 +112,9 @@ def test_everything_arrives():
         "top_logprobs": 20,
         "logit_bias": {7: -2.0, 3: 1.0},
     }
-    made = attempt(sampling, output_token_ids=[9], priority=3, waited_ms=12, tenant="t", request_id="r")
-    request = read(made)
+    turn = worker_pb2.SessionTurn(session_key=b"k" * 16, fence=2**64 - 1, ttl_ms=1500)
+    named = {"tenant": "t", "request_id": "r", "session": turn}
+    request = read(attempt(sampling, output_token_ids=[9], priority=3, waited_ms=12, **named))
     assert request.prompt_token_ids == (1, 2) and request.output_token_ids == (9,)
     assert (request.attempt_id, request.request_id, request.tenant) == (b"x" * 16, "r", "t")
     assert (request.priority, request.waited_ms) == (Priority.HIGH, 12)
@@ -121,7 +124,9 @@ def test_everything_arrives():
     assert (got.max_tokens, got.min_tokens, got.seed) == (3, 2, 2**64 - 1)
     assert (got.stop_token_ids, got.ignore_eos, got.logprobs, got.top_logprobs) == ((4, 5), True, True, 20)
     assert got.logit_bias == ((3, 1.0), (7, -2.0))
-    assert read(attempt()).priority is Priority.NORMAL
+    assert request.session == SessionTurn(b"k" * 16, 2**64 - 1, 1.5)
+    plain = read(attempt())
+    assert plain.priority is Priority.NORMAL and plain.session is None
 
 
 @pytest.mark.parametrize(

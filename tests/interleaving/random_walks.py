@@ -71,7 +71,11 @@ def _size(draws: random.Random, directory: Path) -> Size:
         num_decode=draws.choice((1, 2, 2)),
         prefill={**both, "num_kv_blocks": draws.choice((8, 16))},
         decode={**both, "num_kv_blocks": num_blocks, "max_batch_size": draws.choice((None, 1, 2))},
-        router={"local_prefill_max_tokens": draws.choice((0, 0, 0, 3))},
+        router={
+            "local_prefill_max_tokens": draws.choice((0, 0, 0, 3)),
+            "local_turn_max_tokens": draws.choice((0, 2, 3, 256)),
+            "policy": draws.choice(("least_loaded", "prefix_affinity", "session_affinity", "session_affinity")),
+        },
     )
 
 
@@ -86,6 +90,7 @@ def _ask(draws: random.Random) -> Ask:
         draws.choice(PRIORITIES),
         timeout_s=draws.choice((None, None, None, 0.5, 2.0)),
         delay_s=draws.choice((0.0, 0.0, 0.02, 0.3)),
+        session_id=draws.choice(("", "", "one", "one", "other")),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import grpc.aio
 from memory_calls import Channel
 from memory_network import Network
 from virtual_loop import Process
+from what_is_held import router_holds, worker_holds
 
 from decode_svc.service import DecodeService
 from engine import tracer
@@ -29,7 +29,7 @@ from prefill_svc.service import PrefillService
 from protos import inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
 from router.model import TextModel, open_text_model
-from router.process import RunningRouter, serving
+from router.process import serving
 from runtime.status import StatusReporter
 
 STREAMS = ("Watch", "Attach")
@@ -92,6 +92,8 @@ class Ask:
     """The client's deadline."""
     delay_s: float = 0.0
     """When it comes."""
+    session_id: str = ""
+    """Whose turn it is; none if empty."""
 
     def expected(self) -> tuple[list[int], str]:
         """The right answer: tokens and text."""
@@ -108,7 +110,9 @@ class Ask:
         sampling = inference_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.num_tokens)
         if self.stop:
             sampling.stop.append(self.stop)
-        return inference_pb2.GenerateRequest(prompt_token_ids=self.prompt, sampling=sampling, priority=self.priority)
+        return inference_pb2.GenerateRequest(
+            prompt_token_ids=self.prompt, sampling=sampling, priority=self.priority, session_id=self.session_id
+        )
 
 
 @dataclass(slots=True)
@@ -148,6 +152,8 @@ class Reply:
         tokens, text = self.ask.expected()
         if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and self.ask.timeout_s is not None:
             return
+        if self.code is grpc.StatusCode.ABORTED and self.ask.session_id and "has a turn that" in self.details:
+            return  # others of its session were before it, for too long
         if self.code is grpc.StatusCode.OK:
             if self.finish is None or (self.tokens, self.text) != (tokens, text):
                 raise Violation(f"the answer ended with {self.tokens} {self.text!r}, it is {tokens} {text!r}")
@@ -345,7 +351,7 @@ class System:
                 found.append(f"{name} is not there")
             elif node is not None:
                 found += [
-                    f"{name}: {text}" for text in (_router_holds if name == "router" else _worker_holds)(node.running)
+                    f"{name}: {text}" for text in (router_holds if name == "router" else worker_holds)(node.running)
                 ]
         if "router" in self.nodes and not self.is_whole():
             found.append("the router has not proved every worker")
@@ -359,39 +365,6 @@ class System:
                 holdings.pool.check(holdings.references())
                 if holdings.pool.num_free + holdings.pool.num_cached != holdings.pool.num_total:
                     raise Violation(f"{node.name}: blocks are missing: {holdings.pool!r}")
-
-
-def _worker_holds(worker: RunningWorker) -> Iterator[str]:
-    load, role = worker.role.load(), worker.role
-    counts = {
-        "blocks used": load.pool.used,
-        "blocks accounted": load.pool.accounted,
-        "leases": load.num_leases,
-        "queued": load.num_queued,
-        "running": load.num_running,
-        "attempts": role.live_attempts(),
-        "sequences": len(role.scheduler.live()),  # type: ignore[attr-defined]
-        "blocks departing": worker.parts.holdings.num_departing_blocks,
-    }
-    if isinstance(role, DecodeService):
-        counts["fetches"] = len(role._fetches)
-        counts["farewells"] = len(role._reader._farewells)
-        counts["attempts by id"] = len(role._by_attempt)
-        counts["users of peers"] = sum(
-            task.result().num_users for task in role._reader._peers.values() if task.done() and not task.exception()
-        )
-        counts["tokens unsent"] = sum(len(outbox.pending) for outbox in role._streams._outboxes.values())
-        counts["tokens reserved"] = sum(role.scheduler._reserved_tokens.values())
-    return (f"{count} {name}" for name, count in counts.items() if count)
-
-
-def _router_holds(router: RunningRouter) -> Iterator[str]:
-    if router.service.num_requests:
-        yield f"{router.service.num_requests} requests"
-    for worker in router.fleet.incarnations():
-        counts = (worker.num_assigned, worker.num_assigned_tokens, len(worker._sinks))
-        if any(counts):
-            yield f"(attempts, tokens, sinks) assigned to {worker.worker_id}: {counts}"
 
 
 @functools.cache

@@ -264,3 +264,65 @@ def test_check_finds_damage(damage, message: str) -> None:  # type: ignore[no-un
     damage(pool)
     with pytest.raises(PoolCorrupted, match=message):
         pool.check({0: 1})
+
+
+def cached_at(pool: BlockPool, *contents: tuple[bytes, int]) -> list[int]:
+    """Blocks of these contents, let go one after another at these levels."""
+    blocks = pool.allocate(len(contents))
+    for block_id, (block_hash, level) in zip(blocks, contents, strict=True):
+        pool.register(block_id, block_hash)
+        pool.release([block_id], level)
+    return blocks
+
+
+def test_a_lower_level_goes_first_though_it_is_younger() -> None:
+    pool = BlockPool(3)
+    high, low, lower = cached_at(pool, (A, 2), (B, 1), (C, 0))
+    assert [pool.allocate(1) for _ in range(3)] == [[lower], [low], [high]]
+
+
+def test_a_level_is_worth_as_many_releases_as_the_pool_has_blocks() -> None:
+    """Nothing that nobody uses is kept for ever."""
+    for num_others, is_kept in ((3, True), (4, False)):
+        pool = BlockPool(4)
+        (kept,) = cached_at(pool, (A, 1))
+        for _ in range(num_others):
+            pool.discard([B])
+            (younger,) = cached_at(pool, (B, 0))
+        cached_at(pool, (C, 0))
+        pool.share([younger])  # so that the last one is next, or the one that is kept
+        pool.allocate(pool.num_free)
+        assert (pool.allocate(1) != [kept]) == is_kept
+
+
+def test_what_was_worth_more_before_still_is_and_so_is_what_it_follows_on() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(2)
+    pool.register(table[0], A)
+    pool.register(table[1], B)
+    pool.share(table[1:])
+    pool.release(table[1:], 3)
+    pool.release(table, 1)
+    cached_at(pool, (C, 2))
+    pool.allocate(pool.num_free)
+    assert pool.allocate(1) != table[1:] and pool.match([A, B]) == table
+    pool.check()
+
+
+def test_an_allocated_block_is_worth_nothing_yet() -> None:
+    pool = BlockPool(2)
+    cached_at(pool, (A, 3))
+    pool.allocate(2)
+    pool.release([0, 1])
+    first, second = cached_at(pool, (B, 0), (C, 1))
+    assert pool.allocate(1) == [first] and pool.match([C]) == [second]
+
+
+def test_discard_frees_what_nobody_holds() -> None:
+    pool = BlockPool(3)
+    _, second = cached_at(pool, (A, 2), (B, 0))
+    pool.share([second])
+    assert pool.discard([A, B, C]) == 1
+    assert pool.match([A]) == [] and pool.match([B]) == [second]
+    assert pool.status() == PoolCounts(total=3, free=2, used=1, cached=0, ceiling=3)
+    pool.check({second: 1})

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.blocks import BlockPool, OutOfBlocks, PoolCounts
+from kvstore.blocks import NUM_LEVELS, BlockPool, OutOfBlocks, PoolCounts
 
 HASHES = [bytes([number]) * 16 for number in range(6)]
 
@@ -21,6 +21,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.content: dict[int, bytes | None] = {}  # a holder's registered hash, by block
         self.cached: list[int] = []  # least recently released first
+        self.levels: Counter[int] = Counter()  # by block: the highest it was released with
+        self.turns: dict[int, tuple[int, int]] = {}  # by cached block: when its turn to be taken back is
+        self.num_released = 0
         self.generations: Counter[int] = Counter()
 
     @initialize(num_blocks=st.integers(2, 6), extra=st.integers(0, 3))
@@ -47,12 +50,14 @@ class PoolMachine(RuleBasedStateMachine):
             raise AssertionError("gave blocks that it does not have")
         table = self.pool.allocate(num_blocks)
         num_evicted = max(0, num_blocks - len(free))
-        evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
+        evicted = sorted(self.cached, key=lambda block_id: self.turns[block_id])[:num_evicted]
+        self.cached = [block_id for block_id in self.cached if block_id not in evicted]
         assert len(set(table)) == num_blocks
         assert not set(table) & set(held), "a block with two writers"
         assert set(table) - free == set(evicted)
         for block_id in table:
             self.generations[block_id] += 1
+            self.levels[block_id] = 0
             self.content[block_id] = None
         if table:
             self.tables.append(table)
@@ -92,17 +97,29 @@ class PoolMachine(RuleBasedStateMachine):
                 self.content[block_id] = block_hash
 
     @precondition(lambda self: self.tables)
-    @rule(pick=st.integers(0, 99), keep=st.sampled_from([0, 0, 0, 1]))
-    def release(self, pick: int, keep: int) -> None:
+    @rule(pick=st.integers(0, 99), keep=st.sampled_from([0, 0, 0, 1]), level=st.integers(0, NUM_LEVELS - 1))
+    def release(self, pick: int, keep: int, level: int) -> None:
         table = self.tables.pop(pick % len(self.tables))
         kept, released = table[:keep], table[keep:]
-        self.pool.release(released)
+        self.pool.release(released, level)
         if kept:
             self.tables.append(kept)
         held = self.held()
         for block_id in reversed(released):
+            self.levels[block_id] = level = max(level, self.levels[block_id])
             if block_id not in held and self.content[block_id] is not None:
                 self.cached.append(block_id)
+                self.num_released += 1
+                self.turns[block_id] = (self.num_released + level * self.total, level)
+
+    @rule(first=st.integers(0, len(HASHES) - 1))
+    def discard(self, first: int) -> None:
+        """What is cached with such content is freed; what is held is not."""
+        gone = [block_id for block_id in self.cached if self.content[block_id] in HASHES[first:]]
+        assert self.pool.discard(HASHES[first:]) == len(gone)
+        for block_id in gone:
+            self.cached.remove(block_id)
+            self.content[block_id] = None
 
     @precondition(lambda self: len(self.cached) > 1)
     @rule()

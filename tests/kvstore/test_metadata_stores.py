@@ -186,16 +186,7 @@ async def test_a_session_is_forgotten_in_time(store: MetadataStore) -> None:
         return await store.read_session(KEY) is None
 
     await until(gone)
-    assert not await store.delete_session(KEY)
     assert await store.write_session(RECORD, expected_fence=0, ttl_s=60)
-
-
-async def test_delete_session(store: MetadataStore) -> None:
-    await store.write_session(RECORD, expected_fence=0, ttl_s=60)
-    assert await store.delete_session(KEY)
-    assert not await store.delete_session(KEY)
-    assert await store.read_session(KEY) is None
-    assert not await store.write_session(replace(RECORD, fence=2), expected_fence=1, ttl_s=60)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +276,6 @@ async def fails_in_time(store: MetadataStore, within_s: float) -> None:
         store.list_workers,
         lambda: store.read_session(KEY),
         lambda: store.write_session(RECORD, 0, 60),
-        lambda: store.delete_session(KEY),
     ]
     for operation in operations:
         start = time.monotonic()

@@ -152,9 +152,9 @@ async def cluster(
 
 
 @contextlib.asynccontextmanager
-async def another_router(c: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+async def another_router(c: Cluster, **options: Any) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     """A second router of the same name over the same workers, by a client of its own."""
-    async with _router(c.prefills, c.decodes) as running, create_channel(running.address) as channel:
+    async with _router(c.prefills, c.decodes, **options) as running, create_channel(running.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 

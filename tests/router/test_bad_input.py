@@ -69,6 +69,13 @@ BAD: dict[str, tuple[inference_pb2.GenerateRequest, str, str]] = {
     "bias_out_of_range": (sampling(logit_bias={999: 1}), "sampling.logit_bias", "INVALID_ARGUMENT"),
     "request_id_too_long": (request_of(request_id="x" * 257), "request_id", "INVALID_ARGUMENT"),
     "session_id_too_long": (request_of(session_id="x" * 257), "session_id", "INVALID_ARGUMENT"),
+    "append_without_a_session": (request_of(append=True), "session_id", "INVALID_ARGUMENT"),
+    "session_tokens_without_a_session": (request_of(session_tokens=9), "session_id", "INVALID_ARGUMENT"),
+    "session_tokens_without_append": (
+        request_of(session_id="s", session_tokens=9),
+        "session_tokens",
+        "INVALID_ARGUMENT",
+    ),
     "unknown_priority": (request_of(priority=9), "priority", "INVALID_ARGUMENT"),
 }
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from dispatching import InOrder, d, failing, p, system
 from fake_workers import (
-    DECODE,
     DRAINING,
-    LIMIT_S,
     MIXED,
     PREFILL,
     PROMPT,
     FakeWorker,
-    Seen,
     accepted,
     answer_of,
     finished,
@@ -26,78 +23,11 @@ from fake_workers import (
 )
 from opentelemetry.trace import INVALID_SPAN
 
-from kvstore.metadata.base import SessionRecord
 from protos import inference_pb2, worker_pb2
 from router import dispatch
-from router.answer import Answer
 from router.dispatch import Dispatcher
-from router.links import Incarnation
-from router.policies.base import Policy
 from runtime import telemetry
 from runtime.errors import Aborted, InvalidArgument, Unavailable
-
-Served = tuple[inference_pb2.Finish, Incarnation]
-
-
-class InOrder(Policy):
-    """The first by name: tests know where a request goes."""
-
-    def pick_prefill(self, candidates: Any) -> Incarnation:
-        return min(candidates, key=lambda worker: worker.worker_id)
-
-    def pick_decode(self, candidates: Any) -> Incarnation:
-        return min(candidates, key=lambda worker: worker.worker_id)
-
-
-class System(Seen):
-    """A dispatcher over a fleet."""
-
-    dispatcher: Dispatcher
-
-    async def serve(self, answer: Answer, session: SessionRecord | None = None) -> Served:
-        async with asyncio.timeout(LIMIT_S):
-            return await self.dispatcher.serve(answer, session, INVALID_SPAN)
-
-
-@contextlib.asynccontextmanager
-async def system(
-    *workers: FakeWorker, local_prefill_max_tokens: int = 0, worker_wait_s: float = 5.0, silence_s: float = 2.0
-) -> AsyncIterator[System]:
-    traces = telemetry.configure("test", "none")
-    async with fleet_over(*workers, silence_s=silence_s) as seen:
-        seen.__class__ = System
-        assert isinstance(seen, System)
-        seen.dispatcher = Dispatcher(
-            seen.fleet, InOrder(), traces, "router-under-test", local_prefill_max_tokens, worker_wait_s
-        )
-        await seen.until(lambda _: seen.usable_ids() == {worker.description.worker_id for worker in workers})
-        yield seen
-        for worker in workers:
-            async with asyncio.timeout(LIMIT_S):
-                await worker.idle.wait()
-
-
-def p(name: str = "p", script: Any = None) -> FakeWorker:
-    return FakeWorker(PREFILL, name, prefill=script)
-
-
-def d(name: str = "d", script: Any = None) -> FakeWorker:
-    return FakeWorker(DECODE, name, decode=script)
-
-
-def failing(num_times: int, error: Exception, num_tokens: int = 0) -> Any:
-    """A decode script that fails so many times, each time after some tokens."""
-    num_calls = 0
-
-    async def script(worker: FakeWorker, request: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > num_times:
-            return await good_decode(worker, request)
-        worker.emit(request, *next_tokens(request)[:num_tokens])
-        raise error
-
-    return script
 
 
 async def test_the_last_message_says_who_served() -> None:
@@ -124,7 +54,7 @@ async def test_no_prefill_worker_means_local_prefill() -> None:
 async def test_a_mixed_worker_prefills_for_itself() -> None:
     prefill, mixed = p(), FakeWorker(MIXED, "m")
     async with fleet_over(prefill, mixed) as seen:
-        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 1.0)
+        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 0, 1.0)
         await seen.until(lambda _: "m" in seen.usable_ids())
         await dispatcher.serve(answer_of(), None, INVALID_SPAN)
         assert not prefill.prefills and not mixed.decodes[0].HasField("source")
@@ -143,7 +73,7 @@ async def test_only_a_prefill_worker_that_fits_is_asked() -> None:
     other = FakeWorker(PREFILL, "a", layout="another layout")
     fits, decode = p("b"), d()
     async with fleet_over(other, fits, decode) as seen:
-        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 1.0)
+        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 0, 1.0)
         await seen.until(lambda _: seen.usable_ids() == {"b", "d"})
         seen.named("a").is_proved = True
         finish, _ = await dispatcher.serve(answer_of(), None, INVALID_SPAN)
@@ -351,26 +281,6 @@ async def test_cached_tokens_come_from_who_prefilled() -> None:
         assert finish.usage.cached_tokens == 5
         timing = finish.timing
         assert (timing.prefill_queue_ms, timing.prefill_ms, timing.transfer_ms) == (1, 2, 4)
-
-
-async def test_a_session_goes_to_its_holder() -> None:
-    workers = [d("d1"), d("d2")]
-    async with system(*workers) as s:
-        record = SessionRecord(b"key", b"", "d2", workers[1].epoch, 0, b"", (), 1)
-        assert (await s.serve(answer_of(), record))[1].worker_id == "d2"
-        other_life = SessionRecord(b"key", b"", "d2", workers[1].epoch + 1, 0, b"", (), 1)
-        assert (await s.serve(answer_of(), other_life))[1].worker_id == "d1"
-        gone = SessionRecord(b"key", b"", "d9", 1, 0, b"", (), 1)
-        assert (await s.serve(answer_of(), gone))[1].worker_id == "d1"
-
-
-async def test_a_holder_that_failed_is_avoided() -> None:
-    bad, good = d("d1", failing(99, Aborted("the step failed"), num_tokens=2)), d("d2")
-    async with system(bad, good) as s:
-        record = SessionRecord(b"key", b"", "d1", bad.epoch, 0, b"", (), 1)
-        answer = answer_of(6)
-        assert (await s.serve(answer, record))[1].worker_id == "d2"
-        assert bytes(answer.token_ids) == b"abcdef"
 
 
 async def test_cancelling_a_request_closes_its_calls() -> None:

@@ -24,6 +24,8 @@ ROUND_TRIPS = [
     (errors.InvalidArgument("sampling.top_p", "must be in (0, 1], is 3"), "INVALID_ARGUMENT"),
     (errors.ContextLengthExceeded("prompt", "has 9 tokens, the limit is 8", limit=8, got=9), "INVALID_ARGUMENT"),
     (errors.NotFound("model", "gpt", "model 'gpt' is not served"), "NOT_FOUND"),
+    (errors.SessionLost("s", "nothing is known of 's'"), "NOT_FOUND"),
+    (errors.SessionBusy("'s' has a turn that still runs"), "ABORTED"),
     (errors.AlreadyExists("request 'a' is in flight"), "ALREADY_EXISTS"),
     (errors.Overloaded("queue full: 8 of 8", 2.5, limit=8), "RESOURCE_EXHAUSTED"),
     (errors.Unavailable("no prefill worker", 0.25), "UNAVAILABLE"),

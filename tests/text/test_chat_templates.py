@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from model_files import STRING, byte_level_metadata, write_folder, write_gguf
 
-from router.chat_template import ChatTemplate, load_chat_template
+from router.chat_template import STAND_IN, ChatTemplate, load_chat_template
 from runtime.checkpoint import open_checkpoint
 from runtime.errors import CheckpointError, InvalidArgument
 
@@ -146,3 +146,31 @@ def test_template_files_that_cannot_be_read(tmp_path):
     (checkpoint.path / "tokenizer_config.json").write_text(json.dumps([1]))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: must hold a JSON object"):
         load_chat_template(checkpoint)
+
+
+def test_what_follows_an_answer_in_the_packaged_model():
+    """Laid out after an answer it is what the whole conversation has there."""
+    template = load_chat_template(open_checkpoint("smollm2"))
+    more = [{"role": "user", "content": "And {{ then }}?"}]
+    whole = template.render([*HELLO, {"role": "assistant", "content": "Hi!"}, *more])
+    assert template.render_after_answer(more) == whole.partition("Hi!")[2]
+    assert template.render_after_answer(more).startswith("<|im_end|>\n<|im_start|>user\nAnd {{ then }}?")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[-1].content }}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_changes_answers_cannot_go_on_from_them(source):
+    with pytest.raises(InvalidArgument, match="send the whole conversation") as caught:
+        ChatTemplate(source, {}, "test").render_after_answer(HELLO)
+    assert caught.value.field == "append"
+
+
+def test_the_stand_in_may_be_said():
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}, "test")
+    assert template.render_after_answer([{"role": "user", "content": STAND_IN}]) == f"][{STAND_IN}]"

@@ -19,10 +19,12 @@ TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}<|end
 
 @pytest.fixture
 def check(byte_tokenizer):
-    def check(request: pb.GenerateRequest | None = None, model=MODEL, template=TEMPLATE, **sampling) -> PreparedRequest:
+    def check(
+        request: pb.GenerateRequest | None = None, model=MODEL, template=TEMPLATE, before=(), **sampling
+    ) -> PreparedRequest:
         request = pb.GenerateRequest(prompt="abc") if request is None else request
         request.sampling.MergeFrom(pb.SamplingParams(**sampling))
-        return validate(request, model, byte_tokenizer, template)
+        return validate(request, model, byte_tokenizer, template, before)
 
     return check
 
@@ -286,3 +288,53 @@ def test_what_passes_is_possible(byte_tokenizer, values):
     assert 0 <= got.temperature < math.inf and 0 < got.top_p <= 1 and 0 <= got.min_p <= 1 and got.top_k >= 0
     assert abs(got.presence_penalty) <= 2 and abs(got.frequency_penalty) <= 2 and 0 < got.repetition_penalty < math.inf
     assert 0 <= got.min_tokens <= got.max_tokens and 1 <= got.max_tokens <= 62
+
+
+END = 257
+TURNS = ChatTemplate(
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end|>{% endfor %}a:",
+    {},
+    "test",
+)
+
+
+def appended(**fields):
+    return pb.GenerateRequest(session_id="s", append=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "new"),
+    [
+        ({"prompt": "xy"}, tuple(b"xy")),
+        ({"prompt_token_ids": [257, 5]}, (257, 5)),
+        ({"messages": [pb.ChatMessage(role="user", content="xy")]}, (END, *b"u:xy", END, *b"a:")),
+    ],
+)
+def test_what_is_appended_goes_after_the_session(check, fields, new):
+    before = tuple(b"said")
+    assert check(appended(**fields), template=TURNS, before=before).prompt_token_ids == (*before, *new)
+
+
+def test_an_answer_that_ended_by_itself_is_not_ended_twice(check):
+    request = appended(messages=[pb.ChatMessage(role="user", content="xy")])
+    before = (*b"said", END)
+    assert check(request, template=TURNS, before=before).prompt_token_ids == (*before, *b"u:xy", END, *b"a:")
+
+
+def test_the_session_counts_for_the_context(check):
+    assert len(check(appended(prompt="x" * 3), before=(1,) * 60).prompt_token_ids) == 63
+    with pytest.raises(ContextLengthExceeded, match="has 64 tokens, at most 63"):
+        check(appended(prompt="x" * 4), before=(1,) * 60)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "text"),
+    [
+        ({"append": True, "prompt": "x"}, "session_id: is needed to append to a session, got none"),
+        ({"session_tokens": 3, "prompt": "x"}, "session_id: is needed"),
+        ({"session_id": "s", "session_tokens": 3, "prompt": "x"}, "session_tokens: needs append to be true, got 3"),
+    ],
+)
+def test_append_needs_a_session(check, request_fields, text):
+    with pytest.raises(InvalidArgument, match=text):
+        check(pb.GenerateRequest(**request_fields))
