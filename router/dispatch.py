@@ -1,10 +1,12 @@
 """From a validated request to a finished answer: which workers, and what happens when they fail.
 
 1. Decode is picked first (who holds the session's KV, then the policy), then a prefill worker that fits it. Without
-   one, or for a prompt shorter than `local_prefill_max_tokens`, decode prefills.
+   one, or for a prompt shorter than `local_prefill_max_tokens`, decode prefills. Who failed this request, or several
+   others running, is left out where somebody else can do it.
 2. An attempt runs. If it fails, a new one carries the prompt and the tokens the client already has: there is one way
-   to recover, whatever was lost.
-3. A request whose worker died three times running without a new token fails: it is probably the cause.
+   to recover, whatever was lost. It goes to the prefill worker that has computed the prompt, unless others could
+   compute it again sooner than that one comes to it.
+3. Attempts are bounded (`router.recovery`).
 """
 
 from __future__ import annotations
@@ -20,17 +22,15 @@ from kvstore.metadata.base import SessionRecord
 from protos import inference_pb2
 from router.answer import Answer
 from router.attempts import Attempt, AttemptFailed, Served
+from router.breakers import Breakers
 from router.fleet import Fleet
 from router.links import Incarnation
 from router.policies.base import Policy
+from router.recovery import Recovery
 from runtime.errors import Unavailable
 from runtime.telemetry import Telemetry
 
 LOG = logging.getLogger(__name__)
-MAX_DEATHS = 3
-MAX_FAILURES = 16
-FIRST_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 1.0
 
 
 class Dispatcher:
@@ -51,46 +51,37 @@ class Dispatcher:
         self._router_id = router_id
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._worker_wait_s = worker_wait_s
+        self._breakers = Breakers()
 
     async def serve(
         self, answer: Answer, session: SessionRecord | None, parent: Span
     ) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
-        num_failures, num_evictions, avoided, dead = 0, 0, set[Incarnation](), set[Incarnation]()
+        recovery = Recovery()
         first_dispatch_s: float | None = None
         attempt_number = 0
         while True:
             attempt_number += 1
-            decode, prefill = await self._choose(answer, session, avoided, is_first=attempt_number == 1)
+            decode, prefill = await self._choose(answer, session, recovery, is_first=attempt_number == 1)
             first_dispatch_s = first_dispatch_s or time.monotonic()
-            num_before = len(answer.token_ids)
+            num_before, num_input_tokens = len(answer.token_ids), answer.next_position
             try:
-                served = await self._attempt(answer, decode, prefill, attempt_number, num_evictions, parent)
+                served = await self._attempt(answer, decode, prefill, attempt_number, recovery.num_evictions, parent)
             except AttemptFailed as failure:
+                self._note_failure(answer, failure, decode, prefill)
                 if answer.matched_stop is not None:
                     # The stop string was found before the worker went: nothing is missing.
                     served = None
                 else:
-                    progressed = len(answer.token_ids) > num_before
-                    num_failures = 0 if progressed else num_failures + 1
-                    if progressed:
-                        dead.clear()
-                    if failure.worker_died and failure.culprit is not None:
-                        # One that breaks calls, while its reports are merely late, dies once.
-                        dead.add(failure.culprit)
-                    num_evictions += failure.evicted
                     # Eviction is scheduling at work; anything else is for someone to look at.
                     level = logging.INFO if failure.evicted else logging.WARNING
                     LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
-                    if len(dead) >= MAX_DEATHS or num_failures >= MAX_FAILURES:
-                        raise Unavailable(
-                            f"the request failed {num_failures} times running without a new token; last: "
-                            f"{failure.message}"
-                        ) from failure
-                    if failure.culprit is not None:
-                        avoided.add(failure.culprit)
-                    await asyncio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_failures))
+                    recovery.note_failure(failure, prefill, num_input_tokens, len(answer.token_ids) > num_before)
+                    await asyncio.sleep(recovery.backoff_s)
                     continue
+            else:
+                for circuit in _circuits(decode, prefill):
+                    self._breakers.note_success(*circuit)
             answer.finish()
             queue_ms = 1000 * (first_dispatch_s - answer.arrived_s)
             return _finish(answer, served, decode, prefill, attempt_number, queue_ms), decode
@@ -125,8 +116,18 @@ class Dispatcher:
         finally:
             span.end()
 
+    def _note_failure(
+        self, answer: Answer, failure: AttemptFailed, decode: Incarnation, prefill: Incarnation | None
+    ) -> None:
+        """KV that did not get across, from a worker that is there, says something of that pair only."""
+        if failure.culprit is None or failure.evicted:
+            return
+        is_between = failure.culprit is prefill and not failure.worker_died
+        circuit = (failure.culprit, decode) if is_between else (failure.culprit,)
+        self._breakers.note_failure(answer.request.request_id, *circuit)
+
     async def _choose(
-        self, answer: Answer, session: SessionRecord | None, avoided: set[Incarnation], is_first: bool
+        self, answer: Answer, session: SessionRecord | None, recovery: Recovery, is_first: bool
     ) -> tuple[Incarnation, Incarnation | None]:
         """Waits for workers, but at a request's first attempt: then nobody has promised it anything yet."""
         deadline_s = time.monotonic() + (0 if is_first else self._worker_wait_s)
@@ -134,10 +135,14 @@ class Dispatcher:
             changed = self._fleet.change
             # One worker that failed is better than none: what it lacked it may have now.
             everyone = self._fleet.usable(decodes=True)
-            decodes = [worker for worker in everyone if worker not in avoided] or everyone
+            decodes = [worker for worker in everyone if worker not in recovery.avoided] or everyone
+            decodes = [worker for worker in decodes if not self._breakers.is_open(worker)] or decodes
             if decodes:
                 decode = self._pick_decode(decodes, session)
-                return decode, self._pick_prefill(decode, answer.next_position, avoided)
+                prefill = self._pick_prefill(decode, answer.next_position, recovery)
+                for circuit in _circuits(decode, prefill):
+                    self._breakers.note_use(*circuit)
+                return decode, prefill
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise Unavailable("no decode worker is ready", retry_after_s=1.0)
@@ -153,11 +158,31 @@ class Dispatcher:
         # Seats are not equally many everywhere, so the least loaded worker may have none free.
         return self._policy.pick_decode([worker for worker in candidates if worker.num_free] or candidates)
 
-    def _pick_prefill(self, decode: Incarnation, num_tokens: int, avoided: set[Incarnation]) -> Incarnation | None:
+    def _pick_prefill(self, decode: Incarnation, num_tokens: int, recovery: Recovery) -> Incarnation | None:
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or num_tokens <= self._local_prefill_max_tokens:
             return None
-        candidates = [w for w in self._fleet.usable(decodes=False) if w not in avoided and w.fits(decode)]
-        return self._policy.pick_prefill(candidates) if candidates else None
+        candidates = [
+            worker
+            for worker in self._fleet.usable(decodes=False)
+            if worker not in recovery.avoided
+            and worker.fits(decode)
+            and not (self._breakers.is_open(worker) or self._breakers.is_open(worker, decode))
+        ]
+        if not candidates:
+            return None
+        picked, keeper = self._policy.pick_prefill(candidates), recovery.keeper
+        if keeper in candidates and _num_ahead(keeper) <= _num_ahead(picked) + recovery.num_kept_tokens:
+            return keeper
+        return picked
+
+
+def _circuits(decode: Incarnation, prefill: Incarnation | None) -> list[tuple[Incarnation, ...]]:
+    return [(decode,)] if prefill is None else [(decode,), (prefill,), (prefill, decode)]
+
+
+def _num_ahead(prefill: Incarnation) -> int:
+    """Tokens that it computes before those of a newcomer."""
+    return max(prefill.load.num_queued_tokens, prefill.num_assigned_tokens)
 
 
 def _finish(
