@@ -67,6 +67,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
         self._fetches: set[asyncio.Task[None]] = set()
+        self._num_handoffs_lost = 0
         self._step_loop: StepLoop
         self._worker: WorkerService
 
@@ -215,6 +216,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             self._step_loop.wake()
 
     def _lose(self, job: _Job, detail: str) -> None:
+        self._num_handoffs_lost += 1
         if not job.attempt.sequence.is_over:
             job.lost = detail
             self.scheduler.end(job.attempt.sequence, State.FAILED, detail)
@@ -259,6 +261,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             num_queued_tokens=scheduler.num_queued_tokens,
             num_leases=len(self._parts.leases),
             pool=pool_status(self._parts.holdings),
+            num_handoffs_lost=self._num_handoffs_lost,
         )
 
     def live_attempts(self) -> int:
