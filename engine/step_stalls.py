@@ -74,7 +74,8 @@ class StepClock:
         if self._size is None:
             return  # the next step looks again
         self._num_looks += 1
-        allowed_s, age_s = self.allowed_s(self._size), self._num_looks * LOOK_S
+        # The first look may have come right after it began.
+        allowed_s, age_s = self.allowed_s(self._size), (self._num_looks - 1) * LOOK_S
         if allowed_s is not None and age_s >= allowed_s:
             self._note(True)
             if age_s >= GIVE_UP * allowed_s:
