@@ -133,14 +133,10 @@ class KVReader:
         except (grpc.aio.AioRpcError, TransportError) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 await self._retire((source.address, source.epoch))
-            await self._give_up(peer, source, attempt_id)
+            self._give_up(peer, source, attempt_id)
             raise KVLost(f"{source.worker_id}: {_text(error)}") from error
         except asyncio.CancelledError:
-            # An owner that has sent everything would keep it until the lease expires.
-            peer.num_users += 1
-            farewell = asyncio.create_task(self._say_farewell(peer, source, attempt_id))
-            self._farewells.add(farewell)
-            farewell.add_done_callback(self._farewells.discard)
+            self._give_up(peer, source, attempt_id)
             raise
         finally:
             peer.num_users -= 1
@@ -208,19 +204,21 @@ class KVReader:
             )
         return token_from_proto(answer.first_token)
 
-    async def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
-        """Frees the owner's lease. If that fails too the owner's own end of the attempt frees it."""
+    def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Tells the owner, which would keep what it has sent until the lease expires. Nobody waits for it to hear."""
+        peer.num_users += 1
+        farewell = asyncio.create_task(self._say_farewell(peer, source, attempt_id))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+    async def _say_farewell(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Frees the owner's lease. If that fails the owner's own end of the attempt frees it."""
         try:
             await peer.stub.Release(
                 worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch), timeout=CONTROL_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             LOG.debug("release of %s at %s: %s", attempt_id.hex(), source.worker_id, error.details())
-
-    async def _say_farewell(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
-        """Gives up for a fetch that was cancelled; the peer is counted as used until then."""
-        try:
-            await self._give_up(peer, source, attempt_id)
         finally:
             peer.num_users -= 1
             await peer.close_if_unused()

@@ -41,7 +41,7 @@ class Tampering:
     kinds: tuple[str, ...]
     """What may be done."""
     owners: dict[int, RunningWorker] = field(default_factory=dict)
-    """By epoch."""
+    """By epoch; with others nothing is done."""
     num_handoffs: int = 0
     """Fetches so far, of which each ends well or is counted as lost."""
     done: Counter[str] = field(default_factory=Counter)
@@ -56,8 +56,9 @@ class Tampering:
         async def tampered_fetch(
             service: WorkerService, request: worker_pb2.FetchRequest, context: Any
         ) -> AsyncIterator[worker_pb2.FetchResponse]:
-            self.num_handoffs += 1
-            kind = self.draws.choice(self.kinds) if self.draws.random() < SHARE else ""
+            is_on = request.epoch in self.owners
+            self.num_handoffs += is_on
+            kind = self.draws.choice(self.kinds) if is_on and self.draws.random() < SHARE else ""
             countdown = self.draws.randrange(3)
             lease = service.leases.find(request.attempt_id, request.epoch)
             async with contextlib.aclosing(fetch(service, request, context)) as frames:  # type: ignore[type-var]
