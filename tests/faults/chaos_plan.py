@@ -18,6 +18,8 @@ from engine.request import SamplingParams
 
 WORKER_KINDS = {"kill": 4, "stop": 2, "cut": 2, "drain": 1}
 """Weights of what befalls workers."""
+PARTED = {"part": 1}
+"""A prefill worker from a decode worker alone."""
 REDIS_KINDS = {"redis killed": 1, "redis flushed": 2, "redis stopped": 1}
 NUM_FLOOD = 48
 """Long requests of a flood, which together need more blocks than there are."""

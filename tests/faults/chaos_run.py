@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from asked import Asked
 from chaos_load import NOT_ACCEPTED, Check, Clients, Gap, Ledger
 from chaos_plan import (
+    PARTED,
     REDIS_KINDS,
     WORKER_KINDS,
     Fault,
@@ -229,7 +230,9 @@ class ChaosRun:
         try:
             async with asyncio.TaskGroup() as group:
                 for pool in POOLS:
-                    drawn = faults(settings.seed, pool, WORKER_KINDS, settings.mean_pause_s)
+                    can_part = pool == "prefill" and self._ways.can_part
+                    kinds = WORKER_KINDS | PARTED if can_part else WORKER_KINDS
+                    drawn = faults(settings.seed, pool, kinds, settings.mean_pause_s)
                     group.create_task(self._thread(drawn, lambda fault, pool=pool: self._strike(pool, fault)))  # type: ignore[misc]
                 drawn = faults(settings.seed, "redis", REDIS_KINDS, 2 * settings.mean_pause_s)
                 group.create_task(self._thread(drawn, self._strike_redis))
@@ -260,10 +263,14 @@ class ChaosRun:
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(fault.duration_s)
             os.kill(pid, signal.SIGCONT)
-        else:
+        elif fault.kind == "cut":
             await self._ways.cut(name)
             await asyncio.sleep(fault.duration_s)
             await self._ways.mend(name)
+        else:
+            await self._ways.part(name, "decode-0")
+            await asyncio.sleep(fault.duration_s)
+            await self._ways.join(name, "decode-0")
         await self._all_serve(pool)
 
     async def _end(self, name: str, how: signal.Signals) -> None:

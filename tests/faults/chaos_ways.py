@@ -29,6 +29,8 @@ class Ways(ABC):
 
     hub = "127.0.0.1"
     """Where Redis and the routers listen."""
+    can_part = False
+    """Whether two workers can be parted from each other alone."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -49,6 +51,14 @@ class Ways(ABC):
     @abstractmethod
     async def mend(self, name: str) -> None:
         """Undoes `cut`."""
+
+    async def part(self, one: str, other: str) -> None:
+        """Nothing passes between two workers."""
+        raise NotImplementedError
+
+    async def join(self, one: str, other: str) -> None:
+        """Undoes `part`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def close(self) -> None:
@@ -88,9 +98,10 @@ class Namespaces(Ways):
     """A network for each worker, joined by a bridge."""
 
     hub = "10.77.0.1"
+    can_part = True
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._hosts: dict[str, str] = {}
 
     async def open(self) -> None:
         await _ip("link add hub type bridge")
@@ -98,8 +109,7 @@ class Namespaces(Ways):
         await _ip("link set hub up")
 
     async def lead_to(self, name: str) -> tuple[str, int, str]:
-        number = self._numbers[name] = len(self._numbers) + 10
-        host = f"10.77.0.{number}"
+        host = self._hosts[name] = f"10.77.0.{len(self._hosts) + 10}"
         await _ip(f"netns add {name}")
         await _ip(f"link add to-{name} type veth peer name eth0 netns {name}")
         await _ip(f"link set to-{name} master hub up")
@@ -115,6 +125,14 @@ class Namespaces(Ways):
 
     async def mend(self, name: str) -> None:
         await _ip(f"link set to-{name} up")
+
+    async def part(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            await _ip(f"-n {here} route add blackhole {self._hosts[there]}")
+
+    async def join(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            await _ip(f"-n {here} route del blackhole {self._hosts[there]}")
 
     async def close(self) -> None:
         """Ends with the process that was started for it."""
