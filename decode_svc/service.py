@@ -77,6 +77,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         server.add(worker_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
         return "baton.v1.Decode"
 
+    def end_streams(self) -> None:
+        """See `engine.worker.RoleService`."""
+        self._streams.end()
+
     async def close(self) -> None:
         """Stops fetches and lets go of their owners."""
         for task in self._fetches:

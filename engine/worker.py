@@ -67,6 +67,10 @@ class RoleService(Role, StepObserver, Protocol):
         """Adds the service and answers its full name. Calls may come from now on."""
         ...
 
+    def end_streams(self) -> None:
+        """Ends the calls that last as long as the worker, in good order."""
+        ...
+
     async def close(self) -> None:
         """Ends what runs beside the calls."""
         ...
@@ -215,6 +219,8 @@ class Worker:
         names = ("baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, service))
         port = self._port = await server.start(config.host, config.port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
+        stack.callback(role.end_streams)
+        stack.callback(service.end_streams)
         address = config.advertise_address or format_address(config.host, port)
         self._status.listening(address)
         stepping = asyncio.create_task(step_loop.run())

@@ -97,6 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self._transports = {name: transports.load(name) for name in transport_names}
         self._role = role
         self._on_drain = on_drain
+        self._is_ending = False
         self._check_role_change = check_role_change
         self._step_clock = step_clock
         self._step_clock.on_change = self.note_change
@@ -128,7 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.WatchRequest, context: Context[object, object]
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Load reports: at once, on change (rate-limited), and as a sign of life."""
-        while True:
+        while not self._is_ending:
             changed = self._changed
             self._check_steps()
             state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
@@ -164,6 +165,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
             num_evicted = self._role.evict_all("the worker drains")
             await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
         return num_evicted
+
+    def end_streams(self) -> None:
+        """The worker ends: reports end first, in good order."""
+        self._is_ending = True
+        self.note_change()
 
     def note_change(self) -> None:
         """Load or state may have changed: watchers get a report soon."""

@@ -101,9 +101,10 @@ class Outcome:
     """From the last answer until no worker held anything."""
 
     def causes(self, gap: Gap) -> str:
-        """The kinds of faults that may have caused a silence."""
+        """The kinds of faults of workers that may have caused a silence."""
         ended_s = gap.began_s + gap.length_s
         kinds = {s.kind for s in self.struck if s.began_s <= ended_s and gap.began_s <= s.ended_s + DETECTION_S}
+        kinds &= WORKER_KINDS.keys() | PARTED.keys()
         return " and ".join(sorted(kinds)) or "none"
 
     def report(self) -> dict[str, object]:

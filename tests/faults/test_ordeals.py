@@ -29,7 +29,7 @@ def ordeal(*arguments: str) -> dict[str, Any]:
 
 def test_chaos() -> None:
     """Whatever befalls workers, Redis and the pools: answers are right, and in the end nobody holds anything."""
-    report = ordeal("chaos", "--minutes=0.2", "--pause-s=1")
+    report = ordeal("chaos", "--minutes=0.2", "--pause-s=1", "--clients=6")
     assert sum(report["faults"].values()) >= 6, report
     assert report["requests"]["recovered"] > 0, report
     assert report["requests"]["cancelled"] > 0, report
@@ -37,7 +37,7 @@ def test_chaos() -> None:
 
 def test_rolling_restart() -> None:
     """Every process under load, one after another: no request fails."""
-    report = ordeal("rolling")
+    report = ordeal("rolling", "--clients=3")
     assert len(report["faults"]) == 6, report
     assert report["requests"]["finished"] > 0, report
 

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import chaos_ways
-from chaos_model import play_model
 from chaos_run import Settings, play_tracer
 from corrupted_handoffs import corrupt_many
 from many_cancels import cancel_many
@@ -41,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=2.0, help="chaos: how long there is misfortune")
     parser.add_argument("--pause-s", type=float, default=4.0, help="chaos: mean pause between the faults of a pool")
+    parser.add_argument("--clients", type=int, default=12, help="chaos, rolling: requests at once")
     parser.add_argument("--num", type=int, default=10_000, help="cancels, handoffs: how many")
     parser.add_argument(
         "--model", choices=("tracer", "smollm2"), default="tracer", help="chaos, rolling: what is served"
@@ -63,8 +63,11 @@ def _whole_system(given: argparse.Namespace, seed: int) -> dict[str, Any]:
     if has_networks:
         chaos_ways.in_own_network()
     ways = chaos_ways.Namespaces() if has_networks else chaos_ways.Proxies()
-    settings = Settings(seed, 60 * given.minutes, given.pause_s, model=given.model, is_rolling=given.kind == "rolling")
-    play = play_model if given.model == "smollm2" else play_tracer
+    is_rolling = given.kind == "rolling"
+    settings = Settings(seed, 60 * given.minutes, given.pause_s, given.clients, given.model, is_rolling=is_rolling)
+    play = play_tracer
+    if given.model == "smollm2":
+        from chaos_model import play_model as play  # brings torch
     return {"ways": type(ways).__name__.lower(), **asyncio.run(play(settings, ways)).report()}
 
 
