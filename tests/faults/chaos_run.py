@@ -3,8 +3,8 @@
 Two prefill workers, two decode workers, two routers, Redis. Each pool has a thread of misfortune of its own: a fault,
 then the return of whoever it struck, then the next; so one worker of each pool is always whole. A third one is for
 Redis, a fourth floods the pools. In the end every accepted request has finished rightly or was left by its client,
-nobody has died of himself, and no worker holds anything. A rolling restart is the same with one order of events: every
-process is told to end and comes back, one after another.
+nobody has died of himself, and no worker holds anything. A rolling restart is the same with another order of events:
+every process is told to end and comes back.
 """
 
 from __future__ import annotations
@@ -284,18 +284,22 @@ class ChaosRun:
                 await self._started.wait()
 
     async def _roll(self) -> None:
-        """Every process ends in order and comes back, one after another."""
-        for index in (0, 1):
-            for name in (f"router-{index}", f"prefill-{index}", f"decode-{index}"):
-                struck = Struck(f"restart of {name}", time.monotonic(), float("inf"))
-                self.outcome.struck.append(struck)
-                await self._end(name, signal.SIGTERM)
-                for pool in POOLS:
-                    await self._all_serve(pool)
-                struck.ended_s = time.monotonic()
-            await asyncio.to_thread(self._redis.kill)
-            await asyncio.to_thread(self._redis.start)
+        """Every process ends in order and comes back: one after another of each kind, the kinds side by side."""
+        async with asyncio.TaskGroup() as group:
+            for kind in ("router", *POOLS):
+                group.create_task(self._roll_kind(kind))
+        await asyncio.to_thread(self._redis.kill)
+        await asyncio.to_thread(self._redis.start)
         self._calm.set()
+
+    async def _roll_kind(self, kind: str) -> None:
+        for index in (0, 1):
+            struck = Struck(f"restart of {kind}-{index}", time.monotonic(), float("inf"))
+            self.outcome.struck.append(struck)
+            await self._end(f"{kind}-{index}", signal.SIGTERM)
+            for pool in POOLS if kind == "router" else (kind,):
+                await self._all_serve(pool)
+            struck.ended_s = time.monotonic()
 
     async def _strike_redis(self, fault: Fault) -> None:
         if fault.kind == "redis killed":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 from cluster import Cluster, cluster, request_of
 
-NUM_AT_ONCE = 64
+NUM_AT_ONCE = 12
 NUM_TOKENS = 400
 LIMIT_S = 1.0
 """How long after the last of them workers may hold anything; two chunks of the tracer take far less."""
@@ -39,8 +39,9 @@ async def cancel_many(num_cancels: int, seed: int) -> Cancels:
     """Raises AssertionError if anything is held in the end."""
     cancels, draws = Cancels(), random.Random(seed)
     # Short of seats and blocks, so that some wait at either pool and some are evicted.
-    sizes = {"num_kv_blocks": 512, "max_num_seqs": 12}
-    async with cluster(2, 2, worker=sizes, max_queue_wait_s=0.0) as c:
+    sizes = {"num_kv_blocks": 512, "max_num_seqs": 4}
+    chunks = {"chunk_size": 16, "max_num_tokens": 32}
+    async with cluster(2, 2, worker=sizes, prefill=chunks, max_queue_wait_s=0.0) as c:
 
         async def leave_again_and_again() -> None:
             while cancels.phases.total() < num_cancels:
@@ -60,7 +61,7 @@ async def _ask_and_leave(c: Cluster, draws: random.Random, cancels: Cancels) -> 
     request_id = draws.randbytes(8).hex()
     prompt = [*draws.randbytes(8), *(i % 251 for i in range(draws.choice((1, 40, 300, 2500))))]
     num_tokens_seen = draws.choice((None, None, None, 0, 1, 3, 30))
-    patience_s = 0.0005 * 2 ** draws.uniform(0, 9) if num_tokens_seen is None else 10.0
+    patience_s = 0.0005 * 2 ** draws.uniform(0, 10) if num_tokens_seen is None else 10.0
     call = c.stub.Generate(request_of(NUM_TOKENS, prompt, request_id=request_id))
     is_finished = False
     with contextlib.suppress(TimeoutError):

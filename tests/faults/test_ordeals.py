@@ -43,10 +43,8 @@ def test_rolling_restart() -> None:
 
 
 async def test_clients_that_leave_in_every_phase() -> None:
-    cancels = await cancel_many(400, SEED)
-    prefill, decode = zip(*(phase.split("/") for phase in cancels.phases), strict=True)
-    assert {"-", "queued", "prefilling"} <= set(prefill), cancels
-    assert {"-", "queued", "fetching", "decoding"} <= set(decode), cancels
+    cancels = await cancel_many(250, SEED)
+    assert {"-/-", "prefilling/fetching", "leased/fetching", "-/decoding"} <= cancels.phases.keys(), cancels
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
