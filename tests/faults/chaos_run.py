@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from asked import Asked
 from chaos_load import NOT_ACCEPTED, Check, Clients, Gap, Ledger
@@ -72,6 +73,8 @@ class Settings:
     """Of all workers."""
     has_floods: bool = True
     """Whether the pools are filled now and then."""
+    only: str | None = None
+    """The one kind of fault there is, of workers, to measure what it costs; None: all kinds, and floods."""
     is_rolling: bool = False
     """A rolling restart instead of misfortune; `duration_s` and pauses mean nothing then."""
 
@@ -227,21 +230,25 @@ class ChaosRun:
     # Misfortune
 
     async def _misfortune(self, clients: Clients) -> None:
-        settings = self._settings
+        settings, pause_s = self._settings, self._settings.mean_pause_s
         try:
             async with asyncio.TaskGroup() as group:
                 for pool in POOLS:
-                    can_part = pool == "prefill" and self._ways.can_part
-                    kinds = WORKER_KINDS | PARTED if can_part else WORKER_KINDS
-                    drawn = faults(settings.seed, pool, kinds, settings.mean_pause_s)
-                    group.create_task(self._thread(drawn, lambda fault, pool=pool: self._strike(pool, fault)))  # type: ignore[misc]
-                drawn = faults(settings.seed, "redis", REDIS_KINDS, 2 * settings.mean_pause_s)
-                group.create_task(self._thread(drawn, self._strike_redis))
-                if settings.has_floods:
-                    drawn = faults(settings.seed, "floods", {"flood": 1}, 2 * settings.mean_pause_s)
-                    group.create_task(self._thread(drawn, lambda fault: self._flood(clients, fault)))
+                    drawn = faults(settings.seed, pool, self._kinds(pool), pause_s)
+                    group.create_task(self._thread(drawn, partial(self._strike, pool)))
+                if settings.only is None:
+                    drawn = faults(settings.seed, "redis", REDIS_KINDS, 2 * pause_s)
+                    group.create_task(self._thread(drawn, self._strike_redis))
+                if settings.only is None and settings.has_floods:
+                    drawn = faults(settings.seed, "floods", {"flood": 1}, 2 * pause_s)
+                    group.create_task(self._thread(drawn, partial(self._flood, clients)))
         finally:
             self._calm.set()
+
+    def _kinds(self, pool: str) -> dict[str, int]:
+        """What may befall workers of a pool."""
+        kinds = WORKER_KINDS | PARTED if pool == "prefill" and self._ways.can_part else WORKER_KINDS
+        return kinds if self._settings.only is None else {self._settings.only: 1}
 
     async def _thread(self, drawn: Iterator[Fault], strike: Callable[[Fault], Awaitable[None]]) -> None:
         ends_s = time.monotonic() + self._settings.duration_s

@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=2.0, help="chaos: how long there is misfortune")
     parser.add_argument("--pause-s", type=float, default=4.0, help="chaos: mean pause between the faults of a pool")
+    parser.add_argument(
+        "--only", choices=("kill", "stop", "cut", "drain"), help="chaos: the one kind of fault there is"
+    )
     parser.add_argument("--clients", type=int, default=12, help="chaos, rolling: requests at once")
     parser.add_argument("--num", type=int, default=10_000, help="cancels, handoffs: how many")
     parser.add_argument(
@@ -64,7 +67,9 @@ def _whole_system(given: argparse.Namespace, seed: int) -> dict[str, Any]:
         chaos_ways.in_own_network()
     ways = chaos_ways.Namespaces() if has_networks else chaos_ways.Proxies()
     is_rolling = given.kind == "rolling"
-    settings = Settings(seed, 60 * given.minutes, given.pause_s, given.clients, given.model, is_rolling=is_rolling)
+    settings = Settings(
+        seed, 60 * given.minutes, given.pause_s, given.clients, given.model, only=given.only, is_rolling=is_rolling
+    )
     play = play_tracer
     if given.model == "smollm2":
         from chaos_model import play_model as play  # brings torch
