@@ -14,7 +14,7 @@ from ties import count_near_ties
 from baton import AsyncClient, Completion
 
 NUM_REQUESTS = 16
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 WORKER_FLAGS = ("--dtype=float32", "--num-kv-blocks=256", "--max-num-seqs=16", "--chunk-size=128")
 
 
@@ -32,7 +32,7 @@ async def play_model(settings: Settings, ways: Ways) -> Outcome:
             undisturbed[asked] = await asked.send(client)
         return check
 
-    played = replace(settings, model="smollm2", worker_flags=WORKER_FLAGS, num_clients=6, has_floods=False)
+    played = replace(settings, model="smollm2", worker_flags=WORKER_FLAGS, has_floods=False)
     run = ChaosRun(played, ways)
     outcome = run.outcome
     return await run.run(requests, prepare)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 
 from asked import Asked
 from chaos_load import NOT_ACCEPTED, Check, Clients, Gap, Ledger
@@ -74,7 +75,7 @@ class Settings:
     has_floods: bool = True
     """Whether the pools are filled now and then."""
     only: str | None = None
-    """The one kind of fault there is, of workers, to measure what it costs; None: all kinds, and floods."""
+    """The one kind of fault there is, of one worker at a time, to measure what it costs; None: all kinds."""
     is_rolling: bool = False
     """A rolling restart instead of misfortune; `duration_s` and pauses mean nothing then."""
 
@@ -230,25 +231,28 @@ class ChaosRun:
     # Misfortune
 
     async def _misfortune(self, clients: Clients) -> None:
-        settings, pause_s = self._settings, self._settings.mean_pause_s
+        settings = self._settings
+        seed, pause_s = settings.seed, settings.mean_pause_s
         try:
             async with asyncio.TaskGroup() as group:
+                if settings.only is not None:
+                    pools = cycle(POOLS)
+                    drawn = faults(seed, "both pools", {settings.only: 1}, pause_s)
+                    group.create_task(self._thread(drawn, lambda fault: self._strike(next(pools), fault)))
+                    return
                 for pool in POOLS:
-                    drawn = faults(settings.seed, pool, self._kinds(pool), pause_s)
+                    drawn = faults(seed, pool, self._kinds(pool), pause_s)
                     group.create_task(self._thread(drawn, partial(self._strike, pool)))
-                if settings.only is None:
-                    drawn = faults(settings.seed, "redis", REDIS_KINDS, 2 * pause_s)
-                    group.create_task(self._thread(drawn, self._strike_redis))
-                if settings.only is None and settings.has_floods:
-                    drawn = faults(settings.seed, "floods", {"flood": 1}, 2 * pause_s)
+                group.create_task(self._thread(faults(seed, "redis", REDIS_KINDS, 2 * pause_s), self._strike_redis))
+                if settings.has_floods:
+                    drawn = faults(seed, "floods", {"flood": 1}, 2 * pause_s)
                     group.create_task(self._thread(drawn, partial(self._flood, clients)))
         finally:
             self._calm.set()
 
     def _kinds(self, pool: str) -> dict[str, int]:
         """What may befall workers of a pool."""
-        kinds = WORKER_KINDS | PARTED if pool == "prefill" and self._ways.can_part else WORKER_KINDS
-        return kinds if self._settings.only is None else {self._settings.only: 1}
+        return WORKER_KINDS | PARTED if pool == "prefill" and self._ways.can_part else WORKER_KINDS
 
     async def _thread(self, drawn: Iterator[Fault], strike: Callable[[Fault], Awaitable[None]]) -> None:
         ends_s = time.monotonic() + self._settings.duration_s
