@@ -85,3 +85,19 @@ async def test_kv_that_does_not_get_across_closes_the_pair_alone() -> None:
         await s.until(lambda fleet: len(fleet.usable(decodes=True)) == 1)
         finish, holder = await s.serve(answer_of())
         assert (finish.served_by.prefill_worker_id, holder.worker_id) == ("p1", "d2")
+
+
+async def test_a_worker_that_is_lost_and_found_again_in_the_same_life_has_not_died() -> None:
+    """Its reports were late, or it was cut off: the request is not the cause, however often that happens."""
+    only = d()
+    async with system(only) as s:
+
+        async def vanish(worker: FakeWorker, request: Any) -> Any:
+            if len(worker.decodes) > recovery.MAX_DEATHS + 1:
+                return await good_decode(worker, request)
+            s.wires[0].cut()
+            await worker.may_go_on.wait()
+
+        only.decode_script = vanish
+        finish, _ = await s.serve(answer_of())
+        assert finish.served_by.num_attempts == recovery.MAX_DEATHS + 2
