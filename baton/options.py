@@ -163,6 +163,18 @@ class EndSessionConfig(WorkersConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class DrainConfig:
+    """`baton drain WORKER`."""
+
+    worker: str = field(metadata={"positional": True})
+    """The worker's own address, host:port, as `baton workers` shows it."""
+    drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
+    """How long what runs there may take before it goes on elsewhere; 0: as long as it takes."""
+    next_role: Literal["prefill", "decode", "mixed"] | None = field(default=None, metadata=_in("Worker"))
+    """The part in which the worker starts again when it is empty; default: it takes nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerConfig:
     """What `baton generate` and `baton chat` share."""
 

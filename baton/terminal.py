@@ -1,4 +1,4 @@
-"""`baton generate`, `chat`, `end-session` and `workers`: answers and tables on a terminal or a pipe.
+"""`baton generate`, `chat`, `end-session`, `workers` and `drain`: answers and tables on a terminal or a pipe.
 
 Owns formatting alone. Text goes to standard output as it arrives, everything else to standard error, so that output
 can be piped on.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+import grpc
+
 from baton.answers import Finish, Sampling
-from baton.client import Client
+from baton.client import Client, sync_error
 from baton.conversation import Conversation
-from baton.options import AnswerConfig, ChatConfig, EndSessionConfig, GenerateConfig, WorkersConfig
-from protos import inference_pb2
+from baton.options import AnswerConfig, ChatConfig, DrainConfig, EndSessionConfig, GenerateConfig, WorkersConfig
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime import rpc
 from runtime.errors import BatonError
 
 QUIT_WORDS = ("/quit", "/exit")
@@ -107,6 +110,20 @@ def _row(status: inference_pb2.WorkerStatus) -> list[str]:
     load = status.load
     counts = (load.num_running, load.num_queued, load.pool.used, load.pool.cached, load.pool.total)
     return [status.worker_id, role, state, status.address, *map(str, counts)]
+
+
+def drain(config: DrainConfig, output: TextIO) -> int:
+    """Empties a worker, by a call to the worker itself; the exit code."""
+    role = (config.next_role or "unspecified").upper()
+    request = worker_pb2.DrainRequest(timeout_ms=round(1000 * config.drain_timeout_s), next_role=f"WORKER_ROLE_{role}")
+    with grpc.insecure_channel(config.worker, options=rpc.channel_options()) as channel:
+        try:
+            answer = worker_pb2_grpc.WorkerStub(channel).Drain(request)
+        except grpc.RpcError as error:
+            raise sync_error(error) from None
+    then = f", starting again as {config.next_role}" if config.next_role else ""
+    output.write(f"{config.worker} is empty, {answer.num_evicted} requests go on elsewhere{then}\n")
+    return 0
 
 
 def sampling_of(config: AnswerConfig) -> Sampling:

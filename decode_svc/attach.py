@@ -17,7 +17,7 @@ class _Outbox:
     def __init__(self) -> None:
         self.pending: defaultdict[bytes, list[worker_pb2.DecodedToken]] = defaultdict(list)
         self.changed = asyncio.Event()
-        self.is_replaced = False
+        self.is_over = False
 
 
 class TokenStreams:
@@ -25,6 +25,12 @@ class TokenStreams:
 
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
+
+    def end(self) -> None:
+        """Ends all streams, after what is in them."""
+        for outbox in self._outboxes.values():
+            outbox.is_over = True
+            outbox.changed.set()
 
     def is_attached(self, router_id: str) -> bool:
         """Whether tokens for this router have somewhere to go."""
@@ -41,12 +47,12 @@ class TokenStreams:
         """A router's messages, until it goes or attaches again. The first one is empty: the stream stands."""
         previous = self._outboxes.get(router_id)
         if previous is not None:
-            previous.is_replaced = True
+            previous.is_over = True
             previous.changed.set()
         outbox = self._outboxes[router_id] = _Outbox()
         try:
             yield worker_pb2.AttachResponse()
-            while not outbox.is_replaced:
+            while not outbox.is_over or outbox.pending:
                 await outbox.changed.wait()
                 outbox.changed.clear()
                 pending, outbox.pending = outbox.pending, defaultdict(list)

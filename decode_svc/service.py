@@ -67,6 +67,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
         self._fetches: set[asyncio.Task[None]] = set()
+        self._num_handoffs_lost = 0
         self._step_loop: StepLoop
         self._worker: WorkerService
 
@@ -75,6 +76,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._step_loop, self._worker = step_loop, worker
         server.add(worker_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
         return "baton.v1.Decode"
+
+    def end_streams(self) -> None:
+        """See `engine.worker.RoleService`."""
+        self._streams.end()
 
     async def close(self) -> None:
         """Stops fetches and lets go of their owners."""
@@ -218,6 +223,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             self._step_loop.wake()
 
     def _lose(self, job: _Job, detail: str) -> None:
+        self._num_handoffs_lost += 1
         if not job.attempt.sequence.is_over:
             job.lost = detail
             self.scheduler.end(job.attempt.sequence, State.FAILED, detail)
@@ -262,6 +268,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             num_queued_tokens=scheduler.num_queued_tokens,
             num_leases=len(self._parts.leases),
             pool=pool_status(self._parts.holdings),
+            num_handoffs_lost=self._num_handoffs_lost,
         )
 
     def live_attempts(self) -> int:

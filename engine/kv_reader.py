@@ -1,7 +1,7 @@
 """The reader's side of a handoff: fetch an attempt's KV from its owner, and believe it only when attested.
 
 1. Describe the owner once for each incarnation; agree on a transport; connect it.
-2. Fetch: the call is the credit. Blocks are copied into reserved ones as they arrive.
+2. Fetch: the call is the credit. Blocks are copied into reserved ones as they arrive; silence ends it.
 3. Release: the owner's answer attests epoch, token count and checksum, and brings the first token.
 
 Whatever goes wrong is KVLost, after which the bytes copied are worthless; the owner is told, so that it can free its
@@ -14,8 +14,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -31,7 +32,9 @@ from runtime.errors import BatonError
 from runtime.rpc import create_channel
 
 LOG = logging.getLogger(__name__)
-CONTROL_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 3.0
+SILENCE_S = 3.0
+"""An owner that says nothing for so long is not there any more; it says something every second."""
 
 
 class KVLost(BatonError):
@@ -130,14 +133,10 @@ class KVReader:
         except (grpc.aio.AioRpcError, TransportError) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 await self._retire((source.address, source.epoch))
-            await self._give_up(peer, source, attempt_id)
+            self._give_up(peer, source, attempt_id)
             raise KVLost(f"{source.worker_id}: {_text(error)}") from error
         except asyncio.CancelledError:
-            # An owner that has sent everything would keep it until the lease expires.
-            peer.num_users += 1
-            farewell = asyncio.create_task(self._say_farewell(peer, source, attempt_id))
-            self._farewells.add(farewell)
-            farewell.add_done_callback(self._farewells.discard)
+            self._give_up(peer, source, attempt_id)
             raise
         finally:
             peer.num_users -= 1
@@ -163,10 +162,13 @@ class KVReader:
         )
         next_block, num_bytes, checksum = have_tokens // self._layout.block_size, 0, 0
         call = peer.stub.Fetch(request)
+        messages = aiter(call)
         try:
-            async for response in call:
+            while (response := await _next(messages)) is not None:
                 if response.first_block != next_block or next_block + len(response.block_ids) > len(block_table):
                     raise TransportError(f"blocks from {response.first_block} came where {next_block} was expected")
+                if not response.block_ids:
+                    continue
                 frame = Frame(tuple(response.block_ids), response.data)
                 num_bytes += await self._receive(peer, frame, block_table[next_block:][: len(frame.block_ids)])
                 if peer.reader.passes_through_host:
@@ -202,19 +204,21 @@ class KVReader:
             )
         return token_from_proto(answer.first_token)
 
-    async def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
-        """Frees the owner's lease. If that fails too the owner's own end of the attempt frees it."""
+    def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Tells the owner, which would keep what it has sent until the lease expires. Nobody waits for it to hear."""
+        peer.num_users += 1
+        farewell = asyncio.create_task(self._say_farewell(peer, source, attempt_id))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+    async def _say_farewell(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
+        """Frees the owner's lease. If that fails the owner's own end of the attempt frees it."""
         try:
             await peer.stub.Release(
                 worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch), timeout=CONTROL_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             LOG.debug("release of %s at %s: %s", attempt_id.hex(), source.worker_id, error.details())
-
-    async def _say_farewell(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
-        """Gives up for a fetch that was cancelled; the peer is counted as used until then."""
-        try:
-            await self._give_up(peer, source, attempt_id)
         finally:
             peer.num_users -= 1
             await peer.close_if_unused()
@@ -274,6 +278,15 @@ class KVReader:
         if not task.cancelled() and task.exception() is None:
             task.result().is_retired = True
             await task.result().close_if_unused()
+
+
+async def _next(messages: AsyncIterator[Any]) -> Any:
+    """The next message of a fetch; None after the last."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise TransportError(f"the owner has said nothing for {SILENCE_S:g} s") from None
 
 
 def _text(error: grpc.aio.AioRpcError | TransportError) -> str:

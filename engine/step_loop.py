@@ -18,6 +18,7 @@ from engine.batch import Batch, Runner
 from engine.planning import Plan, build_batch
 from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
+from engine.step_stalls import StepClock
 from engine.step_time import load_of
 from kvstore.memory import PoolMemory, PoolMemoryFull
 
@@ -51,9 +52,12 @@ class StepLoop:
         memory: PoolMemory,
         observer: StepObserver,
         clock: Callable[[], float] = time.monotonic,
+        stall_limit_s: float = 0.0,
     ) -> None:
         self.runner = runner
         """Computes the batches."""
+        self.step_clock = StepClock(stall_limit_s)
+        """Whether the step of this moment stands still."""
         self._scheduler = scheduler
         self._memory = memory
         self._observer = observer
@@ -83,6 +87,7 @@ class StepLoop:
                     holdings.pool.check(holdings.references())
                     await self._wanted.wait()
         finally:
+            self.step_clock.close()
             self._executor.shutdown(wait=True)
 
     async def _step(self, plan: Plan) -> None:
@@ -90,10 +95,12 @@ class StepLoop:
         fails alone; writing KV twice does no harm."""
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
+        self.step_clock.begin(plan.num_tokens)
         try:
             running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
             samples, duration_ms = await running
         except Exception as error:
+            self.step_clock.end()
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
             if len(plan.slices) == 1:
                 self._scheduler.abandon(plan, f"the step failed: {error}")
@@ -101,6 +108,7 @@ class StepLoop:
                 for part in plan.slices:
                     await self._step(Plan([part], part.num_tokens))
             return
+        self.step_clock.end()
         self.num_steps += 1
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)

@@ -3,7 +3,8 @@
 1. Open the model; take the KV pool's memory; load the weights in a thread, reporting progress.
 2. Listen; register; run the step loop and the lease clock.
 3. On SIGTERM, which is also how the end of the supervisor shows: drain, give back what is left, unregister, stop. If
-   the pool's accounts are broken: say so and exit non-zero, since answers could be wrong.
+   the pool's accounts are broken, or a step never ends: say so and exit non-zero. After a Drain that names another
+   role the process starts again in that.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.config import WorkerConfig
 from engine.cores import CoreBoard, LendingRunner
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
+from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
 from engine.step_loop import StepLoop, StepObserver
 from engine.worker_service import Identity, Role, WorkerService
@@ -44,11 +47,13 @@ REGISTRATION_TTL_S = 10.0
 INITIAL_BLOCKS = 128
 """Blocks at the start where nothing says how many will be needed: a start is fast."""
 STOP_GRACE_S = 1.0
+FAILED_EXIT_CODE = 70
 ROLE_NAMES = {
     "prefill": inference_pb2.WORKER_ROLE_PREFILL,
     "decode": inference_pb2.WORKER_ROLE_DECODE,
     "mixed": inference_pb2.WORKER_ROLE_MIXED,
 }
+ROLES_BY_NUMBER = {number: name for name, number in ROLE_NAMES.items()}
 
 
 class RoleService(Role, StepObserver, Protocol):
@@ -61,6 +66,10 @@ class RoleService(Role, StepObserver, Protocol):
 
     def start(self, server: Server, step_loop: StepLoop, worker: WorkerService) -> str:
         """Adds the service and answers its full name. Calls may come from now on."""
+        ...
+
+    def end_streams(self) -> None:
+        """Ends the calls that last as long as the worker, in good order."""
         ...
 
     async def close(self) -> None:
@@ -119,13 +128,19 @@ def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts
         cpus = config.cpu_set()
         if cpus is not None:
             _pin(cpus)
-        return asyncio.run(Worker(config, role, worker_id, status, make_role).run())
+        worker = Worker(config, role, worker_id, status, make_role)
+        code = asyncio.run(worker.run())
     except BatonError as error:
         status.failed(error.message)
         if not status.enabled:
             # A supervisor shows what it is told; nobody should read it twice.
             LOG.error("%s", error.message)
         return 1
+    if worker.next_command_line is not None:
+        if config.status_fd is not None:
+            os.set_inheritable(config.status_fd, True)
+        os.execv(sys.executable, worker.next_command_line)
+    return code
 
 
 class Worker:
@@ -144,6 +159,9 @@ class Worker:
         self._worker_id = worker_id
         self._status = status
         self._make_role = make_role
+        self._port = 0
+        self.next_command_line: list[str] | None = None
+        """How this process goes on in another role, once `run` has returned; None: it does not."""
 
     async def run(self) -> int:
         """Serves until told to stop; answers the process's exit code."""
@@ -178,7 +196,7 @@ class Worker:
             stack.callback(parts.telemetry.shut_down)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
-            step_loop = StepLoop(role.scheduler, runner, memory, role)
+            step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
             service = WorkerService(
                 parts.identity,
                 memory,
@@ -186,7 +204,9 @@ class Worker:
                 parts.leases,
                 parts.holdings.sessions,
                 role,
-                on_drain=step_loop.wake,
+                step_loop.wake,
+                step_loop.step_clock,
+                lambda next_role: command_line(sys.orig_argv, next_role, self._port),
             )
             yield await self._listen(stack, parts, role, step_loop, service)
 
@@ -202,8 +222,10 @@ class Worker:
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, "baton.v1.Worker")
         server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, service, "baton.v1.KVTransfer")
         names = ("baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, service))
-        port = await server.start(config.host, config.port)
+        port = self._port = await server.start(config.host, config.port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
+        stack.callback(role.end_streams)
+        stack.callback(service.end_streams)
         address = config.advertise_address or format_address(config.host, port)
         self._status.listening(address)
         stepping = asyncio.create_task(step_loop.run())
@@ -219,23 +241,35 @@ class Worker:
         return RunningWorker(address, parts, role, service, step_loop, server, names, stepping)
 
     async def _until_told(self, running: RunningWorker) -> int:
-        told, stepping = asyncio.create_task(wait_for_shutdown_signal()), running.stepping
+        stepping, next_role = running.stepping, running.service.next_role
+        told = asyncio.create_task(wait_for_shutdown_signal())
+        hopeless = asyncio.create_task(running.step_loop.step_clock.hopeless.wait())
         try:
-            await asyncio.wait([told, stepping], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [told, stepping, hopeless, next_role]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if hopeless.done():
+                LOG.critical("a step stands still and does not end")
+                self._status.failed("a step stands still and does not end")
+                os._exit(FAILED_EXIT_CODE)  # its thread can be neither ended nor waited for
             if stepping.done():
                 error = stepping.exception()
                 text = error.message if isinstance(error, BatonError) else repr(error)
                 LOG.critical("the step loop ended: %s", text)
                 self._status.failed(text)
-                return 70
+                return FAILED_EXIT_CODE
             self._status.draining()
             for name in running.service_names:
                 running.server.set_serving(name, False)
+            if next_role.done():
+                self.next_command_line = command_line(sys.orig_argv, next_role.result(), self._port)
+                LOG.info("drained, going on as %s", ROLES_BY_NUMBER[next_role.result()])
+                return 0
             num_evicted = await running.service.drain(self._config.drain_timeout_s)
             LOG.info("drained, %d attempts given back", num_evicted)
             return 0
         finally:
             await _cancel(told)
+            await _cancel(hopeless)
 
     def _open_memory(self, model: ModelParts, layout: KVLayout, epoch: int) -> PoolMemory:
         config = self._config

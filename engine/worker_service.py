@@ -5,6 +5,8 @@ release).
 2. Fetch claims it: credit. Blocks go out as they become ready; a fetch that ends early breaks the lease.
 3. Release ends it; its answer attests that it was unbroken, or does not.
 
+Watch and Fetch say something at least every second: who hears nothing for longer may go. While a step stands still
+Watch and Describe fail, so that routers leave although everything here still answers.
 Owns no scheduling: the role gives its load and is told to drain.
 """
 
@@ -20,6 +22,7 @@ from typing import Protocol
 import grpc.aio
 
 from engine.request import Sample
+from engine.step_stalls import StepClock
 from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
 from kvstore.hashing import unpack_token_ids
@@ -29,12 +32,13 @@ from kvstore.memory import PoolMemory
 from kvstore.sessions import SessionTable
 from kvstore.transport.base import Frame, add_to_checksum
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from runtime.errors import Aborted, FailedPrecondition, InvalidArgument
+from runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 
 LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext
 WATCH_MAX_INTERVAL_S = 1.0
 WATCH_MIN_INTERVAL_S = 0.05
+FETCH_MAX_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +87,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         sessions: SessionTable,
         role: Role,
         on_drain: Callable[[], None],
+        step_clock: StepClock,
+        check_role_change: Callable[[inference_pb2.WorkerRole], object],
     ) -> None:
+        """`check_role_change` raises BatonError for a role that this process cannot take."""
         self.identity = identity
         self.leases = leases
         self._sessions = sessions
         self.is_draining = False
         """Whether new attempts are refused."""
+        self.next_role: asyncio.Future[inference_pb2.WorkerRole] = asyncio.get_running_loop().create_future()
+        """Done when the worker is empty and is to start again in that role."""
         self._memory = memory
         self._transports = {name: transports.load(name) for name in transport_names}
         self._role = role
         self._on_drain = on_drain
+        self._is_ending = False
+        self._check_role_change = check_role_change
+        self._step_clock = step_clock
+        self._step_clock.on_change = self.note_change
         self._changed = asyncio.Event()
         self._emptied = asyncio.Event()
 
@@ -102,6 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.DescribeRequest, context: Context[object, object]
     ) -> worker_pb2.DescribeResponse:
         """What does not change while this incarnation lives."""
+        self._check_steps()
         identity = self.identity
         offers = transports.offers(self._transports, self._memory, request.nonce)
         return worker_pb2.DescribeResponse(
@@ -120,19 +134,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.WatchRequest, context: Context[object, object]
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Load reports: at once, on change (rate-limited), and as a sign of life."""
-        while True:
+        while not self._is_ending:
             changed = self._changed
+            self._check_steps()
             state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
             yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
             # The pause is the rate limit; changes during it are in the next report.
             await asyncio.sleep(WATCH_MIN_INTERVAL_S)
             await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
 
+    def _check_steps(self) -> None:
+        if self._step_clock.is_stalled:
+            raise Unavailable(f"a step of worker {self.identity.worker_id} stands still")
+
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Context[object, object]
     ) -> worker_pb2.DrainResponse:
-        """Refuses new attempts and waits for those that run."""
+        """Refuses new attempts and waits for those that run; then takes another role, if it was told one."""
+        if request.next_role:
+            self._check_role_change(request.next_role)
         num_evicted = await self.drain(request.timeout_ms / 1000 if request.timeout_ms else None)
+        if request.next_role and not self.next_role.done():
+            self.next_role.set_result(request.next_role)
         return worker_pb2.DrainResponse(num_evicted=num_evicted)
 
     async def FindSession(
@@ -165,6 +188,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
             await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
         return num_evicted
 
+    def end_streams(self) -> None:
+        """The worker ends: reports end first, in good order."""
+        self._is_ending = True
+        self.note_change()
+
     def note_change(self) -> None:
         """Load or state may have changed: watchers get a report soon."""
         self._changed.set()
@@ -179,7 +207,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
     async def Fetch(
         self, request: worker_pb2.FetchRequest, context: Context[object, object]
     ) -> AsyncIterator[worker_pb2.FetchResponse]:
-        """Sends an attempt's blocks as they become ready, and ends after the last one."""
+        """Sends an attempt's blocks as they become ready, and ends after the last one. While there is nothing to send
+        an empty message now and then says that the owner is there."""
         lease = self._claim(request)
         transport, block_size = self._transports[request.transport], self.identity.layout.block_size
         lease.num_sent_blocks = request.have_tokens // block_size
@@ -196,7 +225,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
                     self.leases.touch(lease, time.monotonic())
                 if lease.is_complete and lease.num_sent_blocks == len(lease.block_table):
                     return
-                await lease.changed.wait()
+                if not await _wait(lease.changed, FETCH_MAX_INTERVAL_S):
+                    yield worker_pb2.FetchResponse(first_block=lease.num_sent_blocks)
             raise Aborted(f"attempt_id: the lease of {lease.attempt_id.hex()} was broken")
         finally:
             if not (lease.is_complete and lease.num_sent_blocks == len(lease.block_table)):

@@ -55,6 +55,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         server.add(worker_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
         return "baton.v1.Prefill"
 
+    def end_streams(self) -> None:
+        """There are none."""
+
     async def close(self) -> None:
         """Nothing runs beside the calls."""
 

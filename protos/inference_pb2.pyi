@@ -273,18 +273,20 @@ class PoolStatus(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., accounted: _Optional[int] = ..., ceiling: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool")
+    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool", "num_handoffs_lost")
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDOFFS_LOST_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     num_running: int
     num_queued_tokens: int
     num_leases: int
     pool: PoolStatus
-    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ...) -> None: ...
+    num_handoffs_lost: int
+    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., num_handoffs_lost: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "address", "role", "state", "epoch", "load", "report_age_ms")

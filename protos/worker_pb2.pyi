@@ -295,10 +295,12 @@ class WatchResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[_inference_pb2.WorkerState, str]] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_ms",)
+    __slots__ = ("timeout_ms", "next_role")
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     timeout_ms: int
-    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+    next_role: _inference_pb2.WorkerRole
+    def __init__(self, timeout_ms: _Optional[int] = ..., next_role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("num_evicted",)

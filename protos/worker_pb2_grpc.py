@@ -442,7 +442,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain stops taking new attempts and returns when those running have ended.
+        """Drain stops taking new attempts and returns when those running have ended; see DrainRequest.next_role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,10 +1,12 @@
 """From a validated request to a finished answer: which workers, and what happens when they fail.
 
-1. The policy picks decode first, then a prefill worker that fits it. Without one, or where no more is new than
-   `local_prefill_max_tokens` (`local_turn_max_tokens` at the worker that holds the session's KV), decode prefills.
+1. Decode is picked first, then a prefill worker that fits it, both by the policy. Without one, or where no more is new
+   than `local_prefill_max_tokens` (`local_turn_max_tokens` at the worker that holds the session's KV), decode prefills.
+   Who failed this request, or several others running, is left out where somebody else can do it.
 2. An attempt runs. If it fails, a new one carries the prompt and the tokens the client already has: there is one way
-   to recover, whatever was lost.
-3. A request whose worker died three times running without a new token fails: it is probably the cause.
+   to recover, whatever was lost. It goes to the prefill worker that has computed the prompt, unless others could
+   compute it again sooner than that one comes to it.
+3. Attempts are bounded (`router.recovery`).
 """
 
 from __future__ import annotations
@@ -20,18 +22,16 @@ from opentelemetry.trace import Span, Status, StatusCode
 from protos import inference_pb2
 from router.answer import Answer
 from router.attempts import Attempt, AttemptFailed, Served
+from router.breakers import Breakers
 from router.fleet import Fleet
 from router.links import Incarnation
 from router.policies.base import Policy, Wanted
+from router.recovery import Recovery
 from router.sessions import Turn
 from runtime.errors import Unavailable
 from runtime.telemetry import Telemetry
 
 LOG = logging.getLogger(__name__)
-MAX_DEATHS = 3
-MAX_FAILURES = 16
-FIRST_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +68,36 @@ class Dispatcher:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._local_turn_max_tokens = local_turn_max_tokens
         self._worker_wait_s = worker_wait_s
+        self._breakers = Breakers()
 
     async def serve(self, answer: Answer, turn: Turn | None, parent: Span) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
-        num_failures, num_evictions, avoided, dead = 0, 0, set[Incarnation](), set[Incarnation]()
+        recovery = Recovery()
         first_dispatch_s: float | None = None
         attempt_number = 0
         while True:
             attempt_number += 1
-            choice = await self._choose(answer, turn, avoided, is_first=attempt_number == 1)
+            choice = await self._choose(answer, turn, recovery, is_first=attempt_number == 1)
             first_dispatch_s = first_dispatch_s or time.monotonic()
-            num_before = len(answer.token_ids)
+            num_before, num_input_tokens = len(answer.token_ids), answer.next_position
             try:
-                served = await self._attempt(answer, choice, turn, attempt_number, num_evictions, parent)
+                served = await self._attempt(answer, choice, turn, attempt_number, recovery.num_evictions, parent)
             except AttemptFailed as failure:
+                self._note_failure(answer, failure, choice)
                 if answer.matched_stop is not None:
                     # The stop string was found before the worker went: nothing is missing.
                     served = None
                 else:
-                    progressed = len(answer.token_ids) > num_before
-                    num_failures = 0 if progressed else num_failures + 1
-                    if progressed:
-                        dead.clear()
-                    if failure.worker_died and failure.culprit is not None:
-                        # One that breaks calls, while its reports are merely late, dies once.
-                        dead.add(failure.culprit)
-                    num_evictions += failure.evicted
                     # Want of blocks is scheduling at work; anything else is for someone to look at.
                     level = logging.INFO if failure.evicted or failure.culprit is None else logging.WARNING
                     LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
-                    if len(dead) >= MAX_DEATHS or num_failures >= MAX_FAILURES:
-                        raise Unavailable(
-                            f"the request failed {num_failures} times running without a new token; last: "
-                            f"{failure.message}"
-                        ) from failure
-                    if failure.culprit is not None:
-                        avoided.add(failure.culprit)
-                    await asyncio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_failures))
+                    progressed = len(answer.token_ids) > num_before
+                    recovery.note_failure(failure, choice.prefill, num_input_tokens, progressed)
+                    await asyncio.sleep(recovery.backoff_s)
                     continue
+            else:
+                for circuit in _circuits(choice):
+                    self._breakers.note_success(*circuit)
             answer.finish()
             queue_ms = 1000 * (first_dispatch_s - answer.arrived_s)
             return _finish(answer, served, choice, attempt_number, queue_ms), choice.decode
@@ -142,17 +134,29 @@ class Dispatcher:
         finally:
             span.end()
 
-    async def _choose(self, answer: Answer, turn: Turn | None, avoided: set[Incarnation], is_first: bool) -> Choice:
+    def _note_failure(self, answer: Answer, failure: AttemptFailed, choice: Choice) -> None:
+        """KV that did not get across, from a worker that is there, says something of that pair only."""
+        if failure.culprit is None or failure.evicted:
+            return
+        is_between = failure.culprit is choice.prefill and not failure.worker_died
+        circuit = (failure.culprit, choice.decode) if is_between else (failure.culprit,)
+        self._breakers.note_failure(answer.request.request_id, *circuit)
+
+    async def _choose(self, answer: Answer, turn: Turn | None, recovery: Recovery, is_first: bool) -> Choice:
         """Waits for workers, but at a request's first attempt: then nobody has promised it anything yet."""
         deadline_s = time.monotonic() + (0 if is_first else self._worker_wait_s)
         while True:
             changed = self._fleet.change
             # One worker that failed is better than none: what it lacked it may have now.
             everyone = self._fleet.usable(decodes=True)
-            decodes = [worker for worker in everyone if worker not in avoided] or everyone
+            decodes = [worker for worker in everyone if worker not in recovery.avoided] or everyone
+            decodes = [worker for worker in decodes if not self._breakers.is_open(worker)] or decodes
             if decodes:
                 # After a failure nothing is presumed of what a worker holds: it may be what failed.
-                return self._pick(decodes, answer, turn, avoided, expects_kv=is_first)
+                choice = self._pick(decodes, answer, turn, recovery, expects_kv=is_first)
+                for circuit in _circuits(choice):
+                    self._breakers.note_use(*circuit)
+                return choice
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise Unavailable("no decode worker is ready", retry_after_s=1.0)
@@ -165,7 +169,7 @@ class Dispatcher:
         decodes: list[Incarnation],
         answer: Answer,
         turn: Turn | None,
-        avoided: set[Incarnation],
+        recovery: Recovery,
         expects_kv: bool,
     ) -> Choice:
         token_ids = (*answer.request.prompt_token_ids, *answer.token_ids)
@@ -175,13 +179,36 @@ class Dispatcher:
         decode = self._policy.pick_decode([worker for worker in decodes if worker.num_free] or decodes, wanted)
         num_held = turn.num_held(token_ids) if turn is not None and expects_kv and decode is holder else 0
         limit = max(self._local_prefill_max_tokens, self._local_turn_max_tokens if num_held else 0)
-        prefills = [w for w in self._fleet.usable(decodes=False) if w not in avoided and w.fits(decode)]
+        prefills = [
+            worker
+            for worker in self._fleet.usable(decodes=False)
+            if worker not in recovery.avoided
+            and worker.fits(decode)
+            and not (self._breakers.is_open(worker) or self._breakers.is_open(worker, decode))
+        ]
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
             return Choice(decode, None, num_held)
         if len(token_ids) - num_held > limit:
-            return Choice(decode, self._policy.pick_prefill(prefills, wanted), num_held)
+            return Choice(decode, self._pick_prefill(prefills, wanted, recovery), num_held)
         # One block more: a whole input that is held is never reused to its last token.
         return Choice(decode, None, num_held, limit + decode.description.block_size if num_held else 0)
+
+    def _pick_prefill(self, prefills: list[Incarnation], wanted: Wanted, recovery: Recovery) -> Incarnation:
+        """The one that has computed this before, unless others could do so sooner than that one comes to it."""
+        picked, keeper = self._policy.pick_prefill(prefills, wanted), recovery.keeper
+        if keeper in prefills and _num_ahead(keeper) <= _num_ahead(picked) + recovery.num_kept_tokens:
+            return keeper
+        return picked
+
+
+def _circuits(choice: Choice) -> list[tuple[Incarnation, ...]]:
+    decode, prefill = choice.decode, choice.prefill
+    return [(decode,)] if prefill is None else [(decode,), (prefill,), (prefill, decode)]
+
+
+def _num_ahead(prefill: Incarnation) -> int:
+    """Tokens that it computes before those of a newcomer."""
+    return max(prefill.load.num_queued_tokens, prefill.num_assigned_tokens)
 
 
 def _finish(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -173,7 +174,7 @@ class WorkerLink:
             if self.current is not None and self.current is not previous:
                 LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
                 backoff_s = MIN_BACKOFF_S
-            await asyncio.sleep(backoff_s)
+            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))  # routers come one after another
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _live(self, channel: grpc.aio.Channel) -> None:

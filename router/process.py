@@ -1,7 +1,7 @@
 """A router process: from configuration to a clean end.
 
 1. Read tokenizer and template; listen; look for workers. Health is NOT_SERVING until a pair of them is proved.
-2. On SIGTERM: NOT_SERVING, refuse new requests, let those that run finish within the drain time, stop.
+2. On SIGTERM: NOT_SERVING, refuse new requests, let those that run finish within the drain time, end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from kvstore.metadata import open_store
 from protos import inference_pb2_grpc
@@ -26,7 +27,7 @@ from router.session_holders import SessionHolders
 from router.sessions import Sessions
 from runtime import logs, plugins, telemetry
 from runtime.errors import BatonError, ConfigError
-from runtime.rpc import Server, format_address, wait_for_shutdown_signal
+from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
 
 LOG = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class RunningRouter:
 
 
 def run_router(config: RouterConfig) -> int:
-    """Runs a router until it is told to stop; answers the process's exit code."""
+    """Runs a router until it is told to stop, which ends the process; answers the exit code of one that failed."""
     router_id = config.router_id or f"router-{secrets.token_hex(4)}"
     logs.configure(config.log_level, router_id)
     status = StatusReporter(config.status_fd)
@@ -67,11 +68,10 @@ def run_router(config: RouterConfig) -> int:
         if not status.enabled:
             # A supervisor shows what it is told; nobody should read it twice.
             LOG.error("%s", error.message)
-        return 1
-    return 0
+    return 1
 
 
-async def _run(config: RouterConfig, router_id: str, model: TextModel, status: StatusReporter) -> None:
+async def _run(config: RouterConfig, router_id: str, model: TextModel, status: StatusReporter) -> NoReturn:
     async with serving(config, router_id, model, status) as running:
         service, watching = running.service, running.watching
         told = asyncio.create_task(wait_for_shutdown_signal())
@@ -88,6 +88,8 @@ async def _run(config: RouterConfig, router_id: str, model: TextModel, status: S
             async with asyncio.timeout(config.drain_timeout_s):
                 await service.idle.wait()
         service.refuse_waiting()
+        running.server.ends_with_process = True
+    end_process(0)
 
 
 @contextlib.asynccontextmanager

@@ -14,9 +14,11 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -68,6 +70,8 @@ class Server:
         )
         self._health = HealthService()
         self._service_names: list[str] = []
+        self.ends_with_process = False
+        """Set when `stop` is the last thing that this process does: it then leaves the calls to the process's end."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def add(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, service_name: str) -> None:
@@ -96,9 +100,17 @@ class Server:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Reports NOT_SERVING, refuses new calls, gives those running `grace_s` seconds, then cancels them."""
+        """Reports NOT_SERVING, refuses new calls, gives those running `grace_s` seconds, then cancels them.
+
+        With `ends_with_process` it only waits for what was answered last to be on its way. The library ends calls that
+        reach a server while it stops as CANCELLED, as if their callers had given up; a connection that breaks because
+        its process ends is UNAVAILABLE, which callers try again.
+        """
         self._health.shut_down()
-        await self.grpc.stop(grace_s)
+        if self.ends_with_process:
+            await asyncio.sleep(grace_s)
+        else:
+            await self.grpc.stop(grace_s)
 
 
 def create_channel(
@@ -136,6 +148,13 @@ def channel_options(keepalive_time_s: float = 5.0, keepalive_timeout_s: float = 
         # Addresses are of this deployment; a web proxy named in the environment cannot reach them.
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process at once, and its connections with it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _merged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 
 import grpc
 from injected_faults import TIGHT, Setting, late_jobs, single_faults
@@ -76,9 +77,10 @@ def test_a_worker_that_refuses_while_its_reports_are_late_dies_once() -> None:
     """The lone decode worker breaks one call after the other before the router can know that it is gone."""
     setting = Setting("one and one", size=Size(num_prefill=1, num_decode=1, prefill=SHORT_LEASES))
     faults = list(single_faults(setting))
-    silences = [each for each in faults if each.index == 0 and "Watch" in each.name and each.name.endswith("stalls")]
+    stalls = [each for each in faults if each.index == 0 and each.name.endswith("stalls")]
+    silences = [[each for each in stalls if name in each.name] for name in ("Watch", "Attach")]
     drains = [each for each in faults if each.name == "decode-0 drains without patience"]
     num_by_attempts = Counter(
-        setting.play(silence, drained).run().num_attempts for silence in silences for drained in drains
+        setting.play(*both, drained).run().num_attempts for both in product(*silences) for drained in drains
     )
     assert max(num_by_attempts) > 3, "nothing was tried as often as three deaths would allow"

@@ -7,16 +7,16 @@ import socket
 import subprocess
 
 from baton.metadata_server import READY_TEXT, find_binary, server_argv
+from baton.topology import LOOPBACK, choose_ports
 
 
 class RedisServer:
     """One server process on a port of its own; its data dies with it."""
 
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+    def __init__(self, host: str = LOOPBACK) -> None:
+        self._host = host
+        (self.port,) = choose_ports(1)
+        self.url = f"redis://{host}:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -26,6 +26,8 @@ class RedisServer:
     def start(self) -> None:
         """Returns when the server takes connections."""
         argv = server_argv(find_binary(), self.port)
+        if self._host != LOOPBACK:
+            argv += ["--bind", self._host, "--protected-mode", "no"]
         self._process = subprocess.Popen(argv, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         lines = []
@@ -56,6 +58,6 @@ class RedisServer:
 
     def flush(self) -> None:
         """Forgets everything."""
-        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+        with socket.create_connection((self._host, self.port)) as connection:
             connection.sendall(b"FLUSHALL\r\n")
             assert connection.recv(64).startswith(b"+OK")

@@ -24,7 +24,7 @@ from fake_workers import (
 from opentelemetry.trace import INVALID_SPAN
 
 from protos import inference_pb2, worker_pb2
-from router import dispatch
+from router import recovery
 from router.dispatch import Dispatcher
 from runtime import telemetry
 from runtime.errors import Aborted, InvalidArgument, Unavailable
@@ -149,7 +149,7 @@ async def test_a_new_token_shows_that_the_request_is_not_the_cause() -> None:
 
 
 async def test_refusals_and_evictions_are_no_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "MAX_BACKOFF_S", 0.02)
     one = d("d", failing(5, Unavailable("worker d has no room")))
     async with system(one) as s:
         finish, _ = await s.serve(answer_of())
@@ -157,16 +157,16 @@ async def test_refusals_and_evictions_are_no_deaths(monkeypatch: pytest.MonkeyPa
 
 
 async def test_failures_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "MAX_BACKOFF_S", 0.02)
 
     async def evict(worker: FakeWorker, request: Any) -> Any:
         return worker_pb2.DecodeRunResponse(outcome=worker_pb2.OUTCOME_EVICTED, detail="no KV block")
 
     one = d("d", evict)
     async with system(one) as s:
-        with pytest.raises(Unavailable, match=rf"failed {dispatch.MAX_FAILURES} times.*no KV block"):
+        with pytest.raises(Unavailable, match=rf"failed {recovery.MAX_FAILURES} times.*no KV block"):
             await s.serve(answer_of())
-        assert len(one.decodes) == dispatch.MAX_FAILURES
+        assert len(one.decodes) == recovery.MAX_FAILURES
 
 
 async def test_an_error_of_the_request_itself_is_not_tried_again() -> None:

@@ -194,7 +194,10 @@ async def test_a_client_process_that_is_killed_leaves_nothing() -> None:
 
 async def test_a_silent_call_survives_keep_alive() -> None:
     """Pings every 1.5 s while nothing is said: more of them than a server with the library's limits would take."""
-    async with cluster() as c, create_channel(c.router.address, keepalive_time_s=1.5) as channel:
+    async with (
+        cluster(worker={"step_stall_s": 0.0}) as c,
+        create_channel(c.router.address, keepalive_time_s=1.5) as channel,
+    ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         with held(c.prefills[0]):
             call = asyncio.create_task(collect(stub.Generate(request_of())))

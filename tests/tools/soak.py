@@ -1,4 +1,4 @@
-"""Runs the fault and property tests again and again for some minutes, with other random cases each time.
+"""Plays chaos and runs the fault and property tests again and again for some minutes, with other cases each time.
 
 Run from the repository root: `python tests/tools/soak.py MINUTES`. Stops at the first failure and prints its seed.
 """
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+CHAOS_MINUTES = 5.0
+"""Of chaos in each round."""
 FOLDERS = (
     "tests/engine",
     "tests/tracer",
@@ -26,12 +28,15 @@ def main() -> None:
     num_rounds = 0
     while num_rounds == 0 or time.monotonic() < ends_s:
         seed = time.time_ns() % 2**32
-        seeds = [f"--hypothesis-seed={seed}", f"--first-seed={seed}"]
-        print(f"round {num_rounds + 1}, {' '.join(seeds)}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", *seeds, *FOLDERS]
-        result = subprocess.run(command, check=False)
-        if result.returncode:
-            sys.exit(result.returncode)
+        print(f"round {num_rounds + 1}, seed {seed}", flush=True)
+        minutes = min(CHAOS_MINUTES, max(0.5, (ends_s - time.monotonic()) / 60))
+        for command in (
+            ["tests/tools/ordeals.py", "chaos", f"--seed={seed}", f"--minutes={minutes:.1f}"],
+            ["-m", "pytest", "-q", "-x", f"--hypothesis-seed={seed}", f"--first-seed={seed}", *FOLDERS],
+        ):
+            result = subprocess.run([sys.executable, *command], check=False)
+            if result.returncode:
+                sys.exit(result.returncode)
         num_rounds += 1
     print(f"{num_rounds} rounds passed")
 
