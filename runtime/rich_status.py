@@ -25,6 +25,8 @@ from runtime.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -44,11 +46,22 @@ CODES: dict[type[BatonError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
     Aborted: grpc.StatusCode.ABORTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
 }
 """Everything else is INTERNAL."""
 
 _MESSAGE_ONLY: dict[str, type[BatonError]] = {
-    error.reason: error for error in (AlreadyExists, FailedPrecondition, Aborted, ConfigError, CheckpointError)
+    error.reason: error
+    for error in (
+        AlreadyExists,
+        FailedPrecondition,
+        Aborted,
+        Unauthenticated,
+        PermissionDenied,
+        ConfigError,
+        CheckpointError,
+    )
 }
 
 
