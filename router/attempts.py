@@ -87,8 +87,6 @@ class Attempt:
     """How long the request has waited for this attempt."""
     span: Span
     """Parent of the workers' spans."""
-    tenant: str = ""
-    """Whose cached prefixes may be used."""
     num_evictions: int = 0
     """How often earlier attempts were evicted."""
     router_id: str = ""
@@ -213,7 +211,7 @@ class Attempt:
             priority=request.priority,
             waited_ms=self.waited_ms,
             fingerprint=self.decode.description.model.fingerprint,
-            tenant=self.tenant,
+            tenant=request.tenant,
             num_evictions=self.num_evictions,
         )
 

@@ -62,12 +62,18 @@ class PreparedRequest:
     """Empty for none."""
     seed: int
     """The client's, or a drawn one; 64 bits."""
+    tenant: str = ""
+    """Whose request it is, and so whose cached KV and sessions it may use; the router says so, never the client."""
 
 
 def validate(
-    request: inference_pb2.GenerateRequest, model: ModelFacts, tokenizer: Tokenizer, chat_template: ChatTemplate | None
+    request: inference_pb2.GenerateRequest,
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    tenant: str = "",
 ) -> PreparedRequest:
-    """Checks and completes `request`.
+    """Checks and completes `request`, which is one of `tenant`.
 
     Raises InvalidArgument, ContextLengthExceeded (which is one) or NotFound for another model's name.
     """
@@ -85,6 +91,7 @@ def validate(
         priority=priority,
         session_id=request.session_id,
         seed=sampling.seed,
+        tenant=tenant,
     )
 
 
