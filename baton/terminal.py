@@ -1,4 +1,4 @@
-"""`baton generate`, `baton chat` and `baton workers`: answers and tables on a terminal or a pipe.
+"""`baton generate`, `baton chat`, `baton workers` and `baton token`: answers and tables on a terminal or a pipe.
 
 Owns formatting alone. Text goes to standard output as it arrives, everything else to standard error, so that output
 can be piped on.
@@ -12,17 +12,19 @@ from typing import TextIO
 
 from baton.answers import Finish, Sampling
 from baton.client import Client
-from baton.options import AnswerConfig, ChatConfig, GenerateConfig, WorkersConfig
+from baton.options import AnswerConfig, ChatConfig, GenerateConfig, TokenConfig, WorkersConfig
 from protos import inference_pb2
+from router.tenants import check_name, hash_token
 from runtime.errors import BatonError
 
+TOKEN_BYTES = 32
 QUIT_WORDS = ("/quit", "/exit")
 
 
 def generate(config: GenerateConfig, output: TextIO, errors: TextIO) -> int:
     """Streams the answer to one prompt; the exit code."""
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         messages = [{"role": "user", "content": prompt}] if config.chat else None
         finish = None
         for chunk in client.generate(
@@ -46,7 +48,7 @@ def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> 
     interactive = source.isatty()
     messages = [{"role": "system", "content": config.system}] if config.system else []
     session_id, num_failed = secrets.token_hex(16), 0
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         if interactive:
             errors.write(f"{client.get_model().model} at {config.address}; {QUIT_WORDS[0]} or Ctrl-D ends\n")
         while True:
@@ -91,7 +93,7 @@ def _answer(
 
 def workers(config: WorkersConfig, output: TextIO) -> int:
     """A table of the workers as the router sees them; the exit code."""
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         statuses = client.workers()
     header = ["worker", "role", "state", "address", "running", "queued", "kv used", "kv cached", "kv total"]
     rows = [header, *(_row(status) for status in statuses)]
@@ -99,6 +101,15 @@ def workers(config: WorkersConfig, output: TextIO) -> int:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         output.write("  ".join(cells).rstrip() + "\n")
+    return 0
+
+
+def token(config: TokenConfig, output: TextIO, errors: TextIO) -> int:
+    """A new token, which is shown this once, and what a tenants file has of it; the exit code."""
+    check_name(config.tenant)
+    drawn = f"baton_{secrets.token_urlsafe(TOKEN_BYTES)}"
+    output.write(drawn + "\n")
+    errors.write(f'[{config.tenant}]\ntoken_sha256 = ["{hash_token(drawn)}"]\n')
     return 0
 
 

@@ -42,7 +42,18 @@ WORKER_OPTIONS = (
     "expected_sequence_tokens",
     "kv_transports",
 )
-ROUTER_OPTIONS = ("served_model_name", "max_num_queued", "max_queue_wait_s", "priority_ageing_s")
+ROUTER_OPTIONS = (
+    "served_model_name",
+    "max_num_queued",
+    "max_queue_wait_s",
+    "priority_ageing_s",
+    "tenants_file",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "allow_anonymous",
+)
+SHARED_OPTIONS = ("cluster_secret_file", "redis_password_file")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
 
@@ -118,6 +129,7 @@ def plan_topology(
             f"--model={config.model}",
             *_flags(config, ROUTER_OPTIONS),
             f"--redis-url={redis_url}",
+            *_flags(config, SHARED_OPTIONS),
             f"--router-id=router-{index}-{run_id}",
             f"--prefill-workers={','.join(addresses['prefill'])}",
             f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
@@ -173,6 +185,7 @@ def _worker(
         f"--port={port}",
         f"--worker-id={worker_id}",
         f"--redis-url={redis_url}",
+        *_flags(config, SHARED_OPTIONS),
         *([f"--cpus={','.join(map(str, sorted(cpus)))}"] if cpus else []),
         f"--drain-timeout-s={config.drain_timeout_s}",
         *_flags(config, WORKER_OPTIONS),
@@ -198,6 +211,8 @@ def _flags(config: ServeConfig, names: Iterable[str]) -> list[str]:
     flags = []
     for name in names:
         value = getattr(config, name)
-        if value is not None:
+        if isinstance(value, bool):
+            flags += [f"--{name.replace('_', '-')}"] if value else []
+        elif value is not None:
             flags.append(f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, tuple) else value}")
     return flags

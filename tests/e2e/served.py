@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.topology import choose_ports
+from runtime.doors import Pass
 
 BATON = str(Path(sys.executable).with_name("baton"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -70,6 +71,16 @@ class Served:
     def errors(self) -> str:
         """Everything on its standard error so far."""
         return self._errors.read_text()
+
+    def flag(self, process: str, name: str) -> str:
+        """What a process was told by the flag --`name`."""
+        words = Path(f"/proc/{self.pids[process]}/cmdline").read_text().split("\0")
+        return next(word.partition("=")[2] for word in words if word.startswith(f"--{name}="))
+
+    def shown(self) -> Pass:
+        """What workers ask of callers."""
+        secret = Path(self.flag("decode-0", "cluster-secret-file")).read_text().strip()
+        return Pass(bearer=lambda: secret)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
