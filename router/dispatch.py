@@ -16,6 +16,7 @@ import time
 
 from opentelemetry.trace import Span, Status, StatusCode
 
+from kvstore.hashing import attempt_label
 from kvstore.metadata.base import SessionRecord
 from protos import inference_pb2
 from router.answer import Answer
@@ -111,7 +112,7 @@ class Dispatcher:
         )
         span.set_attributes(
             {
-                "baton.attempt_id": attempt.attempt_id.hex(),
+                "baton.attempt_id": attempt_label(attempt.attempt_id),
                 "baton.attempt_number": number,
                 "baton.decode_worker_id": decode.worker_id,
                 "baton.prefill_worker_id": (prefill or decode).worker_id,
