@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-for folder in ("router", "e2e", "tools"):
-    sys.path.insert(0, str(TESTS / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from authority import Authority
 

@@ -82,6 +82,11 @@ class Served:
         secret = Path(self.flag("decode-0", "cluster-secret-file")).read_text().strip()
         return Pass(bearer=lambda: secret)
 
+    def output(self) -> str:
+        """Everything on its standard output so far."""
+        with self._news:
+            return "".join(self._lines)
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)

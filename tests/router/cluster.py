@@ -78,9 +78,7 @@ async def collect(call: Any, num_before: int = 0) -> Reply:
     return Reply(text, tokens, finish, request_id, num_messages)
 
 
-async def load_of(
-    address: str, is_wanted: Any, limit_s: float, shown: Pass = NO_PASS
-) -> worker_pb2.WatchResponse:
+async def load_of(address: str, is_wanted: Any, limit_s: float, shown: Pass = NO_PASS) -> worker_pb2.WatchResponse:
     """Waits until a worker reports a load that `is_wanted`; AssertionError with the last report when it does not."""
     last = None
     async with create_channel(address, shown) as channel:

@@ -12,11 +12,12 @@ from baton.metadata_server import READY_TEXT, find_binary, server_argv
 class RedisServer:
     """One server process on a port of its own; its data dies with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, password: str | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._password = password
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -25,8 +26,12 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when the server takes connections."""
-        argv = server_argv(find_binary(), self.port)
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        argv = [*server_argv(find_binary(), self.port), *([] if self._password is None else ["-"])]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        with self._process.stdin:
+            if self._password is not None:
+                self._process.stdin.write(f"requirepass {self._password}\n".encode())
         assert self._process.stdout is not None
         lines = []
         for line in self._process.stdout:
