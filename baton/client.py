@@ -236,11 +236,15 @@ def _pass(
     key_file: str | Path | None,
     server_name: str | None,
 ) -> Pass:
-    paths = [None if each is None else Path(each) for each in (cert_file, key_file, ca_file)]
     if token is not None:
         check_token(token, "token")
     if ca_file is None and (cert_file, key_file, server_name) != (None, None, None):
         raise ConfigError("tls_ca_file: is needed for TLS, got none")
     if (cert_file is None) != (key_file is None):
         raise ConfigError("tls_cert_file and tls_key_file: are needed together, got one of them")
-    return Pass(tls.TlsFiles(*paths, server_name), None if token is None else lambda: token)
+    files = tls.TlsFiles(_path(cert_file), _path(key_file), _path(ca_file), server_name)
+    return Pass(files, None if token is None else lambda: token)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)

@@ -239,8 +239,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The handler of a call, wrapped; None for an unknown method, which gRPC answers with UNIMPLEMENTED."""
         method = handler_call_details.method
-        is_guarded = self._door is not None and method not in OPEN_METHODS
-        if is_guarded and not self._door.admits(handler_call_details.invocation_metadata):
+        door = None if method in OPEN_METHODS else self._door
+        if door is not None and not door.admits(handler_call_details.invocation_metadata):
             return grpc.stream_stream_rpc_method_handler(_refuse)
         handler: Any = await continuation(handler_call_details)
         if handler is None:
