@@ -15,6 +15,7 @@ from kvstore.metadata import check_url
 from runtime import config as configuration
 from runtime.doors import check_exposure, read_token
 from runtime.errors import ConfigError
+from runtime.tls import check_files
 
 
 def _in(group: str, **metadata: object) -> dict[str, object]:
@@ -134,6 +135,7 @@ class ServeConfig:
             raise ConfigError(
                 "--redis-password-file: needs --redis-url; a Redis that is started here gets one by itself"
             )
+        check_files("--tls", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         has_door = self.tenants_file is not None or self.tls_client_ca_file is not None
         check_exposure(self.host, has_door, self.allow_anonymous, "--tenants-file or --tls-client-ca-file")
         read_pool_options("--prefill-options", self.prefill_options)

@@ -7,6 +7,7 @@ is no TLS, and the functions here answer None.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,24 +45,23 @@ def check_files(flag: str, cert_file: Path | None, key_file: Path | None, ca_fil
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """What a server listens with. ConfigError for files that cannot be read."""
-    if files.cert_file is None or files.key_file is None:
+    """What a server listens with. ConfigError for files that cannot be used."""
+    if files.cert_file is None:
         return None
-    paths = [files.key_file, files.cert_file, *([] if files.ca_file is None else [files.ca_file])]
-    watched = Watched(paths, _configuration)
+    watched = Watched(_paths(files), lambda contents: _configuration(files, contents))
     first = watched.value
     # Called for every connection, in a thread of the library.
     return grpc.dynamic_ssl_server_credentials(first, lambda: watched.value, files.ca_file is not None)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials | None:
-    """What a client connects with. ConfigError for files that cannot be read."""
+    """What a client connects with. ConfigError for files that cannot be used."""
     if files.ca_file is None:
         return None
-    own: list[bytes | None] = [None, None]
-    if files.key_file is not None and files.cert_file is not None:
-        own = [_read(files.key_file), _read(files.cert_file)]
-    return grpc.ssl_channel_credentials(_read(files.ca_file), own[0], own[1])
+    *own, authorities = Watched(_paths(files), lambda contents: contents).value
+    _check(files)
+    key, certificate = own or (None, None)
+    return grpc.ssl_channel_credentials(authorities, key, certificate)
 
 
 def channel_options(files: TlsFiles) -> list[tuple[str, int | str]]:
@@ -69,16 +69,26 @@ def channel_options(files: TlsFiles) -> list[tuple[str, int | str]]:
     return [] if files.server_name is None else [("grpc.ssl_target_name_override", files.server_name)]
 
 
-def _configuration(contents: list[bytes]) -> grpc.ServerCertificateConfiguration:
+def _paths(files: TlsFiles) -> list[Path]:
+    """Key, certificate and authorities, as far as there are any."""
+    return [path for path in (files.key_file, files.cert_file, files.ca_file) if path is not None]
+
+
+def _configuration(files: TlsFiles, contents: list[bytes]) -> grpc.ServerCertificateConfiguration:
+    _check(files)
     key, certificate, *authorities = contents
-    if b"PRIVATE KEY" not in key or b"CERTIFICATE" not in certificate:
-        raise ConfigError("TLS: a key and a certificate in PEM are needed, one of them is something else")
-    root = authorities[0] if authorities else None
-    return grpc.ssl_server_certificate_configuration([(key, certificate)], root)
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities[0] if authorities else None)
 
 
-def _read(path: Path) -> bytes:
+def _check(files: TlsFiles) -> None:
+    """ConfigError unless they are PEM and the key is the certificate's: of that gRPC says little, and late."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        if files.cert_file is not None:
+            # Without a password the library would ask for one on the terminal.
+            context.load_cert_chain(files.cert_file, files.key_file, password="")
+        if files.ca_file is not None:
+            context.load_verify_locations(files.ca_file)
+    except (OSError, ValueError) as error:
+        names = ", ".join(map(str, _paths(files)))
+        raise ConfigError(f"TLS: {names}: are no key, certificate and authority that fit: {error}") from None

@@ -156,9 +156,9 @@ async def test_certificates_that_change_are_used_from_the_next_connection_on(
         async with create_channel(address, Pass(TlsFiles(ca_file=files.authority))) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             await stub.GetModel(inference_pb2.GetModelRequest(), timeout=LIMIT_S)
-            files.key.write_text("not a key")
-            assert await believes(files.authority)
-            files.key.write_bytes(newer.key.read_bytes())
+            for unfit in (b"not a key", files.key.read_bytes()[:100], newer.key.read_bytes()):
+                files.key.write_bytes(unfit)
+                assert await believes(files.authority)
             files.certificate.write_bytes(newer.certificate.read_bytes())
             assert await believes(newer.authority)
             assert not await believes(files.authority)
@@ -255,6 +255,23 @@ async def test_redis_over_tls_and_with_a_password(authority: Authority, stranger
                 await refused.close()
     finally:
         redis.kill()
+
+
+async def test_files_that_do_not_fit_are_refused_at_the_start(
+    authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    one, two = authority.write(tmp_path, "one", "127.0.0.1"), stranger.write(tmp_path, "two", "127.0.0.1")
+    for files in (
+        TlsFiles(one.certificate, two.key),
+        TlsFiles(one.key, one.key),
+        TlsFiles(one.certificate, one.certificate),
+        TlsFiles(one.certificate, one.key, one.key),
+    ):
+        with pytest.raises(ConfigError, match="TLS: "):
+            await Server(files=files).start("127.0.0.1", 0)
+        if files.ca_file is not None:
+            with pytest.raises(ConfigError, match="TLS: "):
+                create_channel("127.0.0.1:1", Pass(files))
 
 
 def test_files_that_cannot_be_used_are_named_and_not_quoted(tmp_path: Path) -> None:
