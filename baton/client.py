@@ -49,13 +49,12 @@ class Client:
         shown = _pass(token, tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
         self._timeout_s = timeout_s
         self._metadata = None if token is None else bearer_metadata(token)
-        options = [*rpc.channel_options(), *tls.channel_options(shown.tls)]
-        credentials = tls.channel_credentials(shown.tls)
-        self._channel = (
-            grpc.insecure_channel(address, options=options)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, options=options)
-        )
+        options = rpc.channel_options()
+        if shown.tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            options += shown.tls.channel_options
+            self._channel = grpc.secure_channel(address, shown.tls.credentials, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -243,7 +242,7 @@ def _pass(
     if (cert_file is None) != (key_file is None):
         raise ConfigError("tls_cert_file and tls_key_file: are needed together, got one of them")
     files = tls.TlsFiles(_path(cert_file), _path(key_file), _path(ca_file), server_name)
-    return Pass(files, None if token is None else lambda: token)
+    return Pass(None if ca_file is None else tls.ClientTls(files), None if token is None else lambda: token)
 
 
 def _path(path: str | Path | None) -> Path | None:

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from runtime.errors import ConfigError
-from runtime.tls import NO_TLS, TlsFiles, check_files
+from runtime.tls import ClientTls, TlsFiles, check_files
 from runtime.watched import Watched
 
 BEARER_KEY = "authorization"
@@ -61,8 +61,8 @@ class Secret:
 class Pass:
     """What a process shows where it calls, and whom it believes."""
 
-    tls: TlsFiles = NO_TLS
-    """Without an authority the connection is not encrypted."""
+    tls: ClientTls | None = None
+    """None: the connection is not encrypted."""
     bearer: Callable[[], str] | None = None
     """The token that every call carries; None: no token."""
 
@@ -106,7 +106,8 @@ def open_cluster(options: ClusterOptions) -> Cluster:
         options.cluster_tls_server_name,
     )
     secret = None if options.cluster_secret_file is None else Secret(options.cluster_secret_file)
-    return Cluster(tls, secret, Pass(tls, None if secret is None else lambda: secret.shown))
+    calling = Pass(None if tls.ca_file is None else ClientTls(tls), None if secret is None else lambda: secret.shown)
+    return Cluster(tls, secret, calling)
 
 
 def check_cluster(options: ClusterOptions) -> None:

@@ -144,13 +144,12 @@ def create_channel(
     A peer that stops answering breaks the calls on it after at most `keepalive_time_s + keepalive_timeout_s`; the
     time must be at least the 2 s that servers allow. `options` replace or join the channel arguments.
     """
-    defaults = [*channel_options(keepalive_time_s, keepalive_timeout_s), *tls.channel_options(shown.tls)]
-    merged, credentials = _merged(defaults, options), tls.channel_credentials(shown.tls)
-    channel = (
-        grpc.aio.insecure_channel(address, options=merged)
-        if credentials is None
-        else grpc.aio.secure_channel(address, credentials, options=merged)
-    )
+    defaults = channel_options(keepalive_time_s, keepalive_timeout_s)
+    if shown.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=_merged(defaults, options))
+    else:
+        merged = _merged([*defaults, *shown.tls.channel_options], options)
+        channel = grpc.aio.secure_channel(address, shown.tls.credentials, options=merged)
     return channel if shown.bearer is None else BearerChannel(channel, shown.bearer)
 
 

@@ -1,8 +1,8 @@
 """TLS on both sides of a connection, from PEM files.
 
-Owns the step from files to gRPC's credentials. A server reads its files again for every new connection once they have
-changed; a client for every new channel, and Baton's processes open a new channel after each loss. Without files there
-is no TLS, and the functions here answer None.
+Owns the step from files to gRPC's credentials. A server uses files that have changed from its next connection on, a
+caller from its next channel on, and Baton's processes open a new channel after each loss. Files that do not fit are
+refused at the start, and left alone later: what was read before stands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_files(flag: str, cert_file: Path | None, key_file: Path | None, ca_fil
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """What a server listens with. ConfigError for files that cannot be used."""
+    """What a server listens with; None without a certificate. ConfigError for files that cannot be used."""
     if files.cert_file is None:
         return None
     watched = Watched(_paths(files), lambda contents: _configuration(files, contents))
@@ -54,19 +54,23 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
     return grpc.dynamic_ssl_server_credentials(first, lambda: watched.value, files.ca_file is not None)
 
 
-def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials | None:
-    """What a client connects with. ConfigError for files that cannot be used."""
-    if files.ca_file is None:
-        return None
-    *own, authorities = Watched(_paths(files), lambda contents: contents).value
-    _check(files)
-    key, certificate = own or (None, None)
-    return grpc.ssl_channel_credentials(authorities, key, certificate)
+class ClientTls:
+    """TLS as a caller has it."""
 
+    def __init__(self, files: TlsFiles) -> None:
+        """ConfigError for files that cannot be used."""
+        self._server_name = files.server_name
+        self._credentials = Watched(_paths(files), lambda contents: _channel_credentials(files, contents))
 
-def channel_options(files: TlsFiles) -> list[tuple[str, int | str]]:
-    """Channel arguments that belong to them."""
-    return [] if files.server_name is None else [("grpc.ssl_target_name_override", files.server_name)]
+    @property
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What to connect with now."""
+        return self._credentials.value
+
+    @property
+    def channel_options(self) -> list[tuple[str, int | str]]:
+        """Channel arguments that belong to it."""
+        return [] if self._server_name is None else [("grpc.ssl_target_name_override", self._server_name)]
 
 
 def _paths(files: TlsFiles) -> list[Path]:
@@ -78,6 +82,13 @@ def _configuration(files: TlsFiles, contents: list[bytes]) -> grpc.ServerCertifi
     _check(files)
     key, certificate, *authorities = contents
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities[0] if authorities else None)
+
+
+def _channel_credentials(files: TlsFiles, contents: list[bytes]) -> grpc.ChannelCredentials:
+    _check(files)
+    *own, authorities = contents
+    key, certificate = own or (None, None)
+    return grpc.ssl_channel_credentials(authorities, key, certificate)
 
 
 def _check(files: TlsFiles) -> None:

@@ -14,6 +14,7 @@ from protos import inference_pb2_grpc
 from router.tenants import hash_token
 from runtime.doors import Pass
 from runtime.rpc import create_channel
+from runtime.tls import ClientTls, TlsFiles
 
 SECRET = "the-secret-of-this-cluster-0123456789"
 TOKENS = {name: f"token-of-{name}-0123456789" for name in ("acme", "bolt", "boss")}
@@ -42,6 +43,11 @@ def write_tenants(folder: Path, **tables: str) -> Path:
 def bearing(token: str) -> Pass:
     """Shows a token and nothing else."""
     return Pass(bearer=lambda: token)
+
+
+def over_tls(files: TlsFiles, token: str | None = None) -> Pass:
+    """Connects by TLS, with a token or without."""
+    return Pass(ClientTls(files), None if token is None else lambda: token)
 
 
 @contextlib.asynccontextmanager

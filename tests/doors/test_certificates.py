@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from authority import Authority, Files
 from cluster import PROMPT, cluster, expected
-from credentials import SECRET, write_secret
+from credentials import SECRET, over_tls, write_secret
 from redis_process import RedisServer
 
 import runtime.watched
@@ -67,7 +67,7 @@ async def test_all_connections_are_mutual_and_two_authorities_are_not_mixed_up(
     foreign = TlsFiles(other.certificate, other.key, client.authority)
     async with cluster(
         worker=cluster_options(worker, kv_transports=("grpc",)),
-        shown=Pass(tls_of(client)),
+        shown=over_tls(tls_of(client)),
         tls_cert_file=public.certificate,
         tls_key_file=public.key,
         tls_client_ca_file=client.authority,
@@ -77,16 +77,16 @@ async def test_all_connections_are_mutual_and_two_authorities_are_not_mixed_up(
         assert reply.tokens == expected(PROMPT, 8) and reply.finish.served_by.transport == "grpc"
         workers = [each.address for each in (*c.prefills, *c.decodes)]
         for address in workers:
-            assert await code_of(address, Pass(tls_of(router)), True) is grpc.StatusCode.OK
+            assert await code_of(address, over_tls(tls_of(router)), True) is grpc.StatusCode.OK
         refused = [
             (c.router.address, NO_PASS),
-            (c.router.address, Pass(TlsFiles(ca_file=client.authority))),
-            (c.router.address, Pass(foreign)),
-            (c.router.address, Pass(tls_of(router))),
+            (c.router.address, over_tls(TlsFiles(ca_file=client.authority))),
+            (c.router.address, over_tls(foreign)),
+            (c.router.address, over_tls(tls_of(router))),
             *((address, NO_PASS) for address in workers),
-            *((address, Pass(TlsFiles(ca_file=router.authority))) for address in workers),
-            *((address, Pass(TlsFiles(client.certificate, client.key, router.authority))) for address in workers),
-            *((address, Pass(tls_of(other))) for address in workers),
+            *((address, over_tls(TlsFiles(ca_file=router.authority))) for address in workers),
+            *((address, over_tls(TlsFiles(client.certificate, client.key, router.authority))) for address in workers),
+            *((address, over_tls(tls_of(other))) for address in workers),
         ]
         for address, shown in refused:
             assert await code_of(address, shown, address in workers) is grpc.StatusCode.UNAVAILABLE
@@ -147,13 +147,13 @@ async def test_certificates_that_change_are_used_from_the_next_connection_on(
             return inference_pb2.GetModelResponse()
 
     async def believes(trusted: Path) -> bool:
-        return await code_of(address, Pass(TlsFiles(ca_file=trusted)), False) is grpc.StatusCode.OK
+        return await code_of(address, over_tls(TlsFiles(ca_file=trusted)), False) is grpc.StatusCode.OK
 
     server = Server(files=TlsFiles(files.certificate, files.key))
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Answers(), "baton.v1.Inference")
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
-        async with create_channel(address, Pass(TlsFiles(ca_file=files.authority))) as channel:
+        async with create_channel(address, over_tls(TlsFiles(ca_file=files.authority))) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             await stub.GetModel(inference_pb2.GetModelRequest(), timeout=LIMIT_S)
             for unfit in (b"not a key", files.key.read_bytes()[:100], newer.key.read_bytes()):
@@ -271,7 +271,7 @@ async def test_files_that_do_not_fit_are_refused_at_the_start(
             await Server(files=files).start("127.0.0.1", 0)
         if files.ca_file is not None:
             with pytest.raises(ConfigError, match="TLS: "):
-                create_channel("127.0.0.1:1", Pass(files))
+                over_tls(files)
 
 
 def test_files_that_cannot_be_used_are_named_and_not_quoted(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_files_that_cannot_be_used_are_named_and_not_quoted(tmp_path: Path) -> N
     path.write_text("hunter2")
     for make in (
         lambda: open_store("redis://h", 1.0, tmp_path / "none"),
-        lambda: create_channel("127.0.0.1:1", Pass(TlsFiles(ca_file=tmp_path / "none"))),
+        lambda: over_tls(TlsFiles(ca_file=tmp_path / "none")),
     ):
         with pytest.raises(ConfigError, match="none: cannot be read"):
             make()

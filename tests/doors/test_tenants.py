@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from authority import Authority, Files
 from cluster import PROMPT, Cluster, cluster, collect, expected, held, request_of
-from credentials import TOKENS, bearing, client_of, write_tenants
+from credentials import TOKENS, client_of, over_tls, write_tenants
 from failures import details_of, failure
 from google.rpc import error_details_pb2
 from hypothesis import given
@@ -167,9 +167,7 @@ async def test_a_certificate_stands_for_its_tenant_and_a_token_beside_it_for_ano
 
     def shown(name: str, token: str | None = None) -> Pass:
         each: Files = files[name]
-        return Pass(
-            TlsFiles(each.certificate, each.key, each.authority), None if token is None else bearing(token).bearer
-        )
+        return over_tls(TlsFiles(each.certificate, each.key, each.authority), token)
 
     async with cluster(
         tenants_file=path,
