@@ -79,6 +79,8 @@ class Tally:
     """Connections that the server ended."""
     num_junk: int = 0
     """Connections that were no HTTP/2."""
+    is_over: bool = False
+    """Set to end it early: threads cannot be cancelled."""
 
 
 def methods_of(target: Target, leaving_out: Sequence[str] = ()) -> dict[str, type[Message]]:
@@ -104,7 +106,7 @@ def attack(target: Target, known: Known, num_messages: int, seed: int, is_strang
     kind = f"{target.name}, {'no credential' if is_stranger else 'with a credential'}"
     num_sent = num_batches = 0
     connection = Connection(target.address)
-    while num_sent < num_messages:
+    while num_sent < num_messages and not tally.is_over:
         batch = list(calls(corpus, tokens, rng))
         try:
             received = connection.exchange([call for _, call in batch])
@@ -162,7 +164,10 @@ async def fuzz(num_messages: int, seed: int, report: Any = sys.stdout) -> Tally:
                     )
                     for index, (target, is_stranger) in enumerate(shares)
                 ]
-                await asyncio.wait(jobs)
+                try:
+                    await asyncio.wait(jobs)
+                finally:
+                    tally.is_over = True
                 attached.cancel()
                 honest.cancel()
             took_s = time.monotonic() - begun_s
@@ -297,10 +302,13 @@ def main() -> None:
     num_messages = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 2**32
     print(f"{num_messages} messages, seed {seed}", flush=True)
+    found: list[str] = []
     try:
         asyncio.run(fuzz(num_messages, seed))
     except* Violation as violations:
-        sys.exit(f"seed {seed}: {violations.exceptions[0]}")
+        found = [str(each) for each in violations.exceptions]
+    if found:
+        sys.exit(f"seed {seed}: {found}")
 
 
 if __name__ == "__main__":
