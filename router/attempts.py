@@ -39,7 +39,9 @@ VERDICT_S = 1.0
 DEADLINE_MARGIN_S = 0.5
 """How much longer workers are allowed than the client waits."""
 _FINAL = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED})
-_REFUSALS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION})
+_REFUSALS = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
+)
 
 
 def _new_future() -> asyncio.Future[Any]:
