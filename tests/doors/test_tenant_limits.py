@@ -75,18 +75,24 @@ async def test_a_limit_on_waiting_alone_refuses_what_finds_no_seat() -> None:
 
 
 async def test_those_held_back_do_not_make_others_waits_look_long() -> None:
-    """Ten of a slow tenant wait before; for the other tenant it is the next seat."""
+    """Two of a slow tenant wait before; for the other tenant it is the next seat."""
     world = World(num_seats=2, max_queue_wait_s=5.0)
     slow = Tenant("slow", max_num_running=1)
     first = world.enter(OTHER)
     world.now_s += 2.0
     world.queue.leave(first)
-    running, _ = world.enter(slow), world.enter(OTHER)
-    held_back = [world.enter(slow) for _ in range(2)]
+    running, beside = world.enter(slow), world.enter(OTHER)
+    for each in (running, beside):
+        world.queue.note_started(each)
+    held_back = []
+    for _ in range(2):
+        world.now_s += 0.25
+        held_back.append(world.enter(slow))
+    world.now_s += 0.25
     assert [world.queue.expected_wait_s(each) for each in held_back] == [2.0, 4.0]
     with pytest.raises(Overloaded, match=r"the wait would be about 6\.0 s"):
         world.enter(slow)
-    assert world.queue.expected_wait_s(world.enter(OTHER)) == 2.0
+    assert world.queue.expected_wait_s(world.enter(OTHER)) == 1.25
     world.queue.leave(running)
     assert held_back[0].stage is Stage.PLACED
 
