@@ -68,6 +68,11 @@ class Served:
             self._news.wait_for(lambda: self._ended or self._count(start) >= count, limit_s)
             assert self._count(start) >= count, f"{start!r} was not printed: {self._lines}\n{self.errors()}"
 
+    def wait_for_output(self, text: str, limit_s: float) -> None:
+        """Returns when `text` was printed; AssertionError if that does not happen."""
+        with self._news:
+            assert self._news.wait_for(lambda: any(text in line for line in self._lines), limit_s), f"no {text!r}"
+
     def errors(self) -> str:
         """Everything on its standard error so far."""
         return self._errors.read_text()

@@ -41,6 +41,11 @@ SECRET, TOKEN = "the-secret-of-fuzzed-processes-01", "the-token-of-a-fuzzing-ten
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SILENT = ("/baton.v1.KVTransfer/Fetch", "/baton.v1.KVTransfer/Release", "/baton.v1.Decode/Finish")
 """Answer nothing to whoever does not know the id of an attempt."""
+LINGERING = tuple(
+    f"/baton.v1.{name}"
+    for name in ("Inference/Generate", "Prefill/Run", "Decode/Run", "Decode/Attach", "KVTransfer/Fetch", "Worker/Watch")
+)
+"""May go on for as long as the caller stays, if it has a credential."""
 BY_DESIGN = ("/baton.v1.Worker/Drain",)
 """Does to a worker what a credential is for."""
 JUNK_EVERY = 200
@@ -107,7 +112,7 @@ def attack(target: Target, known: Known, num_messages: int, seed: int, is_strang
     num_sent = num_batches = 0
     connection = Connection(target.address)
     while num_sent < num_messages and not tally.is_over:
-        batch = list(calls(corpus, tokens, rng))
+        batch = list(calls(corpus, tokens, rng, () if is_stranger else LINGERING))
         try:
             received = connection.exchange([call for _, call in batch])
         except ConnectionEnded:

@@ -128,8 +128,9 @@ def broken(message: bytes, rng: random.Random) -> bytes:
     return bytes(data[:MAX_MESSAGE_BYTES])
 
 
-def body_of(message: bytes, rng: random.Random) -> bytes:
-    """The message as gRPC frames it; one in eight times not quite so."""
+def body_of(message: bytes, rng: random.Random) -> tuple[bytes, bool]:
+    """The message as gRPC frames it, one in eight times not quite so; and whether it is whole. The library never ends a
+    call of which a message is missing: that is left to the caller."""
     kind = rng.randrange(56)
     wrong = {
         0: lambda: framed(message, length=len(message) + 5),
@@ -140,7 +141,7 @@ def body_of(message: bytes, rng: random.Random) -> bytes:
         5: lambda: message,
         6: lambda: framed(message)[: rng.randrange(5)],
     }
-    return wrong[kind]() if kind in wrong else framed(message)
+    return (wrong[kind](), False) if kind in wrong else (framed(message), True)
 
 
 def odd_headers(path: str, token: str | None, rng: random.Random) -> bytes:
@@ -160,8 +161,10 @@ def odd_headers(path: str, token: str | None, rng: random.Random) -> bytes:
     )()
 
 
-def calls(corpus: Corpus, tokens: Sequence[str | None], rng: random.Random) -> Iterator[tuple[str, Call]]:
-    """A batch: as many calls as fit, each with its path."""
+def calls(
+    corpus: Corpus, tokens: Sequence[str | None], rng: random.Random, lingering: Sequence[str] = ()
+) -> Iterator[tuple[str, Call]]:
+    """A batch: as many calls as fit, each with its path; those at `lingering` paths may never end by themselves."""
     paths = list(corpus.messages)
     num_bytes = 0
     for _ in range(MAX_CALLS):
@@ -169,9 +172,9 @@ def calls(corpus: Corpus, tokens: Sequence[str | None], rng: random.Random) -> I
         message = rng.choice(corpus.messages[path])
         if rng.random() < 0.6:
             message = broken(message, rng)
-        body = body_of(message, rng)
+        body, is_whole = body_of(message, rng)
         num_bytes += len(body)
         if num_bytes > MAX_BATCH_BYTES:
             return
         headers = call_headers(path, token) if rng.random() < 0.98 else odd_headers(path, token, rng)
-        yield path, Call(headers, body, leaves=rng.random() < 0.1)
+        yield path, Call(headers, body, leaves=rng.random() < 0.1, lingers=path in lingering or not is_whole)

@@ -18,8 +18,9 @@ END_STREAM, END_HEADERS, ACK = 1, 4, 1
 CANCEL = (8).to_bytes(4, "big")
 WINDOW = 2**30
 MAX_FRAME_BYTES, MAX_BATCH_BYTES = 16_384, 60_000
-QUIET_S = 0.05
+QUIET_S = 2.0
 """How long after the last call of a batch has ended those that are left are reset."""
+POLL_S = 0.05
 LIMIT_S = 20.0
 """How long a connection may be silent while something is due."""
 
@@ -38,6 +39,8 @@ class Call:
     """What follows: messages, framed or not."""
     leaves: bool = False
     """Whether it is reset as soon as it is sent."""
+    lingers: bool = False
+    """Whether it may go on for ever, so that its end is not waited for."""
 
 
 def header_block(*headers: tuple[str, str]) -> bytes:
@@ -93,8 +96,9 @@ class Connection:
             self._first_stream, self._received = self._next_stream, [0] * len(calls)
             self._next_stream += 2 * len(calls)
             self._left = {index for index, call in enumerate(calls) if not call.leaves}
+            lingering = {index for index, call in enumerate(calls) if call.lingers}
             self._socket.sendall(b"".join(self._frames(calls)))
-            self._read_until(lambda quiet_s: not self._left or quiet_s > QUIET_S)
+            self._read_until(lambda quiet_s: self._left <= lingering or quiet_s > QUIET_S)
             streams = (self._first_stream + 2 * index for index in self._left)
             self._socket.sendall(b"".join(frame(RST_STREAM, 0, stream, CANCEL) for stream in streams))
         except (OSError, EOFError) as error:
@@ -117,7 +121,7 @@ class Connection:
         while not is_done(time.monotonic() - ended_s):
             if time.monotonic() - started_s > LIMIT_S:
                 raise TimeoutError(f"no end of a batch for {LIMIT_S} s")
-            self._socket.settimeout(QUIET_S)
+            self._socket.settimeout(POLL_S)
             try:
                 kind, flags, stream, payload = self._next_frame()
             except TimeoutError:
