@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from cluster import LIMIT_S, PROMPT, cluster, collect, expected, held, request_of
 from credentials import SECRET, bearing, write_secret
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import Request
@@ -125,6 +125,7 @@ VALID = worker_pb2.Attempt(
 )
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=80), keeps=st.booleans())
 def test_any_bytes_are_an_attempt_that_can_be_served_or_refused(data: bytes, keeps: bool) -> None:
     """Alone, and merged into one that is right, so that each field gets its turn."""
@@ -145,6 +146,7 @@ def test_any_bytes_are_an_attempt_that_can_be_served_or_refused(data: bytes, kee
     assert all(0 <= each < 100 for each in (*request.prompt_token_ids, *request.output_token_ids))
 
 
+@settings(deadline=None)
 @given(
     attempt=st.builds(
         worker_pb2.Attempt,

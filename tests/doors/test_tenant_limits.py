@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.inference_pb2 import PRIORITY_HIGH, PRIORITY_NORMAL
@@ -97,6 +97,7 @@ async def test_those_held_back_do_not_make_others_waits_look_long() -> None:
     assert held_back[0].stage is Stage.PLACED
 
 
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 async def test_no_limit_is_ever_exceeded_and_no_place_lost(data: st.DataObject) -> None:
     tenants = [

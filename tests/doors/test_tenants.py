@@ -14,7 +14,7 @@ from cluster import PROMPT, Cluster, cluster, collect, expected, held, request_o
 from credentials import TOKENS, client_of, over_tls, write_tenants
 from failures import details_of, failure
 from google.rpc import error_details_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import runtime.watched
@@ -109,6 +109,7 @@ async def test_sessions_names_and_workers_are_a_tenants_own(tmp_path: Path) -> N
         await c.balanced()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), min_size=2, max_size=2, unique=True))
 def test_no_two_tenants_collide(pairs: list[tuple[str, str]]) -> None:
     """Also where one's name is the beginning of another's and the session has the rest."""
