@@ -11,6 +11,7 @@ import time
 
 FOLDERS = (
     "tests/engine",
+    "tests/doors",
     "tests/tracer",
     "tests/router",
     "tests/faults",
