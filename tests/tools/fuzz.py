@@ -50,6 +50,8 @@ BY_DESIGN = ("/baton.v1.Worker/Drain",)
 """Does to a worker what a credential is for."""
 JUNK_EVERY = 200
 """Batches between two connections of bytes that are no HTTP/2."""
+MAX_GROWTH_BYTES = 128 * 2**20
+"""What a process may grow by: pools, threads and what the allocator keeps, but nothing for each message."""
 LIMIT_S = 10.0
 PROMPT = tuple(b"The baton passes from one runner to the next.")
 
@@ -182,6 +184,9 @@ async def fuzz(num_messages: int, seed: int, report: Any = sys.stdout) -> Tally:
             if died:
                 raise Violation(f"processes died: {died}")
             after = {name: _resident_bytes(pid) for name, pid in started.items()}
+            grown = [name for name in after if after[name] - before[name] > MAX_GROWTH_BYTES]
+            if grown:
+                raise Violation(f"processes grew by more than {MAX_GROWTH_BYTES >> 20} MiB: {grown}")
     _print(tally, took_s, before, after, report)
     return tally
 
