@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.client import DEFAULT_ADDRESS
-from kvstore.metadata import check_url
 from runtime import config as configuration
 from runtime.doors import check_exposure, read_token
 from runtime.errors import ConfigError
@@ -130,7 +129,9 @@ class ServeConfig:
             raise ConfigError("--num-decode: at least one decode or mixed worker is needed, got 0 of both")
         if self.port > 0 and self.port + self.num_routers - 1 > 65535:
             raise ConfigError(f"--port: {self.num_routers} routers need ports up to {self.port + self.num_routers - 1}")
-        check_url(self.redis_url)
+        if self.redis_url is not None:
+            # Wherever it was given: the processes that are started get it on their command lines.
+            configuration.check_no_password(self.redis_url, "--redis-url")
         if self.redis_password_file is not None and self.redis_url is None:
             raise ConfigError(
                 "--redis-password-file: needs --redis-url; a Redis that is started here gets one by itself"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvstore.metadata import check_url
 from runtime.doors import check_cluster, check_exposure
 from runtime.errors import ConfigError
 
@@ -42,11 +41,11 @@ class WorkerConfig:
     """host:port under which routers and other workers reach this worker; default: where it listens."""
     health_port: int | None = field(default=None, metadata=_in("Worker", min=1, max=65535))
     """Port for grpc.health.v1 alone, without TLS, for probes; the other port answers health as well."""
-    redis_url: str | None = field(default=None, metadata=_in("Worker"))
+    redis_url: str | None = field(default=None, metadata=_in("Worker", url=True))
     """Where to register, redis://host:port/db; without it routers need static lists. rediss:// for TLS, whose files go
     into the URL: ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE."""
     redis_password_file: Path | None = field(default=None, metadata=_in("Worker"))
-    """File with the password for Redis; it may not stand in the URL, which process lists show."""
+    """File with the password for Redis; it may also stand in the URL, but not on the command line."""
     cpus: str | None = field(default=None, metadata=_in("Worker"))
     """CPU numbers to run on, "0,2-3"; default: all this process may use."""
     drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
@@ -139,7 +138,6 @@ class WorkerConfig:
     """Inherited descriptor on which this process reports its state."""
 
     def __post_init__(self) -> None:
-        check_url(self.redis_url)
         check_cluster(self)
         has_door = self.cluster_secret_file is not None or self.cluster_tls_ca_file is not None
         remedy = "--cluster-secret-file or --cluster-tls-ca-file"

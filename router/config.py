@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvstore.metadata import check_url
 from runtime.doors import check_cluster, check_exposure
 from runtime.tls import check_files
 
@@ -47,11 +46,11 @@ class RouterConfig:
     allow_anonymous: bool = field(default=False, metadata=_in("Clients"))
     """Listen on other addresses than loopback although nothing is asked of clients."""
 
-    redis_url: str | None = field(default=None, metadata=_in("Workers"))
+    redis_url: str | None = field(default=None, metadata=_in("Workers", url=True))
     """Where workers register and sessions are remembered, redis://host:port/db; rediss:// for TLS, whose files go into
     the URL: ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE."""
     redis_password_file: Path | None = field(default=None, metadata=_in("Workers"))
-    """File with the password for Redis; it may not stand in the URL, which process lists show."""
+    """File with the password for Redis; it may also stand in the URL, but not on the command line."""
     cluster_secret_file: Path | None = field(default=None, metadata=_in("Workers"))
     """File with the secret that calls to workers carry, one a line, the first is sent; read again when it changes."""
     cluster_tls_cert_file: Path | None = field(default=None, metadata=_in("Workers"))
@@ -98,7 +97,6 @@ class RouterConfig:
     """Inherited socket on which this process reports its state."""
 
     def __post_init__(self) -> None:
-        check_url(self.redis_url)
         check_cluster(self)
         check_files("--tls", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         has_door = self.tenants_file is not None or self.tls_client_ca_file is not None

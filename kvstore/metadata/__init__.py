@@ -39,18 +39,10 @@ def open_store(url: str, op_timeout_s: float = OP_TIMEOUT_S, password_file: Path
     return store
 
 
-def check_url(url: str | None) -> None:
-    """ConfigError for a URL with a password in it: command lines are for all to see."""
-    if url is not None and ":" in url.partition("://")[2].rpartition("@")[0]:
-        raise ConfigError(
-            f"--redis-url: {_without_secrets(url)} has a password in it; put that into a file, --redis-password-file"
-        )
-
-
 def _with_password(url: str, password: str) -> str:
     scheme, _, rest = url.partition("://")
-    user, at, place = rest.rpartition("@")
-    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{place}"
+    user, _, place = rest.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}:{quote(password, safe='')}@{place}"
 
 
 def _without_secrets(url: str) -> str:

@@ -53,12 +53,24 @@ def test_what_asks_for_nothing_listens_on_loopback_alone(cls: Any, doors: list[d
 
 
 @pytest.mark.parametrize("cls", [RouterConfig, WorkerConfig, ServeConfig])
-def test_a_password_in_a_url_is_refused_and_not_repeated(cls: Any) -> None:
+def test_a_password_on_a_command_line_is_refused_and_not_repeated(cls: Any) -> None:
+    """The environment may hold one, but not that of `baton serve`, which hands URLs on by command lines."""
+    model = ["m"] if cls is ServeConfig else ["--model=m"]
+
+    def load(argv: list[str], env: dict[str, str]) -> Any:
+        return configuration.load(cls, [*argv, *model], prog="p", description="d", env=env)
+
     for url in ("redis://:hunter2@h:1/0", "rediss://user:hunter2@h:1/0"):
-        with pytest.raises(ConfigError, match="--redis-password-file") as raised:
-            cls(model="m", redis_url=url)
+        with pytest.raises(ConfigError, match=r"--redis-url: .*put it into a file") as raised:
+            load([f"--redis-url={url}"], {})
         assert "hunter2" not in str(raised.value)
-    assert cls(model="m", redis_url="rediss://user@h:1/0?ssl_ca_certs=/ca", redis_password_file=A)
+        if cls is ServeConfig:
+            with pytest.raises(ConfigError, match="--redis-url"):
+                load([], {"BATON_REDIS_URL": url})
+        else:
+            assert load([], {"BATON_REDIS_URL": url}).redis_url == url
+    files = ["--redis-url=rediss://user@h:1/0?ssl_ca_certs=/ca", "--redis-password-file=/a"]
+    assert load(files, {}).redis_password_file == A
 
 
 @pytest.mark.parametrize(
