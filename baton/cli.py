@@ -130,6 +130,15 @@ def _drain(argv: Sequence[str]) -> int:
     return terminal.drain(config, sys.stdout)
 
 
+def _token(argv: Sequence[str]) -> int:
+    from baton import terminal
+    from baton.options import TokenConfig
+
+    description = "Draws a token for a tenant: the token on standard output, its line for --tenants-file beside it."
+    config = configuration.load(TokenConfig, argv, prog="baton token", description=description)
+    return terminal.token(config, sys.stdout, sys.stderr)
+
+
 def _demo(argv: Sequence[str]) -> int:
     from baton.demo import DemoConfig, demo
 
@@ -159,6 +168,7 @@ def _version(argv: Sequence[str]) -> int:
 
 COMMANDS = (
     Command("serve", "Serving", "start the whole system on this machine", _serve),
+    Command("token", "Serving", "draw a token for a tenant", _token),
     Command("demo", "Serving", "start it, ask one question, show who answered, stop", _demo),
     Command("drain", "Serving", "empty a worker, or give it another role", _drain),
     Command("chat", "Asking", "talk with the served model", _chat),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import grpc
@@ -15,8 +16,9 @@ import grpc.aio
 
 from baton.answers import Chunk, Completion, Priority, Sampling, build_request, join, read_chunk
 from protos import inference_pb2, inference_pb2_grpc
-from runtime import rpc
-from runtime.errors import BatonError
+from runtime import rpc, tls
+from runtime.doors import Pass, bearer_metadata, check_token
+from runtime.errors import BatonError, ConfigError
 from runtime.rich_status import from_status
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -25,13 +27,34 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 class Client:
     """Blocking client; may be used from several threads. Close it, or use it in a `with` block."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        token: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
+        tls_server_name: str | None = None,
+    ) -> None:
         """Connects to a router at `address` (host:port) when first used.
 
-        `timeout_s` bounds every call that gives no bound of its own; None: as long as it takes.
+        `timeout_s` bounds every call that gives no bound of its own; None: as long as it takes. `token` says which
+        tenant calls. With `tls_ca_file`, PEM of the authorities that sign routers' certificates, the connection is
+        encrypted; `tls_cert_file` and `tls_key_file` are the client's own certificate, for routers that ask for one;
+        `tls_server_name` is the name in the router's certificate where that is not the address's. Without TLS a token
+        can be read by whoever sees the connection. Raises ConfigError for files that cannot be used.
         """
+        shown = _pass(token, tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=rpc.channel_options())
+        self._metadata = None if token is None else bearer_metadata(token)
+        options = rpc.channel_options()
+        if shown.tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            options += shown.tls.channel_options
+            self._channel = grpc.secure_channel(address, shown.tls.credentials, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -107,7 +130,7 @@ class Client:
         return existed
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Generator[Chunk, None, None]:
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             for response in call:
                 yield read_chunk(response)
@@ -118,7 +141,7 @@ class Client:
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise sync_error(error) from None
 
@@ -126,10 +149,21 @@ class Client:
 class AsyncClient:
     """Client for asyncio. Create it inside the running event loop; use it in an `async with` block."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        token: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
+        tls_server_name: str | None = None,
+    ) -> None:
         """See `Client`."""
         self._timeout_s = timeout_s
-        self._channel = rpc.create_channel(address)
+        shown = _pass(token, tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
+        self._channel = rpc.create_channel(address, shown)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -216,3 +250,24 @@ class AsyncClient:
 def sync_error(error: Any) -> BatonError:
     """A blocking call's error is the call itself and has the same accessors."""
     return from_status(error.code(), error.details() or "", list(error.trailing_metadata() or ()))
+
+
+def _pass(
+    token: str | None,
+    ca_file: str | Path | None,
+    cert_file: str | Path | None,
+    key_file: str | Path | None,
+    server_name: str | None,
+) -> Pass:
+    if token is not None:
+        check_token(token, "token")
+    if ca_file is None and (cert_file, key_file, server_name) != (None, None, None):
+        raise ConfigError("tls_ca_file: is needed for TLS, got none")
+    if (cert_file is None) != (key_file is None):
+        raise ConfigError("tls_cert_file and tls_key_file: are needed together, got one of them")
+    files = tls.TlsFiles(_path(cert_file), _path(key_file), _path(ca_file), server_name)
+    return Pass(None if ca_file is None else tls.ClientTls(files), None if token is None else lambda: token)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)

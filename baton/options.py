@@ -7,11 +7,14 @@ to the processes of `serve`, whose own defaults then hold.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from baton.client import DEFAULT_ADDRESS
 from runtime import config as configuration
+from runtime.doors import check_cluster, check_exposure, read_token
 from runtime.errors import ConfigError
+from runtime.tls import check_files
 
 
 def _in(group: str, **metadata: object) -> dict[str, object]:
@@ -28,6 +31,18 @@ class ServeConfig:
     """Where the first router listens; workers and Redis stay on loopback."""
     port: int = field(default=50051, metadata=_in("Address", min=0, max=65535))
     """Port of the first router, further routers take the next ones; 0: any free port."""
+
+    tenants_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """TOML file of tenants: hashes of their tokens, names of their certificates, their limits; `baton token` makes
+    tokens. Without it all clients are one tenant."""
+    tls_cert_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of the certificate, with its chain, that clients see."""
+    tls_key_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of that certificate's key."""
+    tls_client_ca_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of authorities; every client must have a certificate of one of them."""
+    allow_anonymous: bool = field(default=False, metadata=_in("Clients"))
+    """Listen on another address than loopback although nothing is asked of clients."""
 
     served_model_name: str | None = field(default=None, metadata=_in("Model"))
     """The model's public name; default: its folder or file name."""
@@ -48,6 +63,10 @@ class ServeConfig:
     """Workers that do both for their own requests."""
     redis_url: str | None = field(default=None, metadata=_in("Processes"))
     """A Redis or Valkey to use, redis://host:port/db; default: one is started."""
+    redis_password_file: Path | None = field(default=None, metadata=_in("Processes"))
+    """File with the password for --redis-url, which may not have it; process lists show URLs."""
+    cluster_secret_file: Path | None = field(default=None, metadata=_in("Processes"))
+    """File with the secret that routers and workers show each other; default: one is drawn for this run."""
     drain_timeout_s: float = field(default=30.0, metadata=_in("Processes", min=0))
     """How long running requests may take to finish after SIGTERM or Ctrl-C."""
     kv_cache_gpu_mem_utilization: float = field(default=0.6, metadata=_in("Processes", min=0.01, max=0.95))
@@ -116,6 +135,16 @@ class ServeConfig:
             raise ConfigError("--num-decode: at least one decode or mixed worker is needed, got 0 of both")
         if self.port > 0 and self.port + self.num_routers - 1 > 65535:
             raise ConfigError(f"--port: {self.num_routers} routers need ports up to {self.port + self.num_routers - 1}")
+        if self.redis_url is not None:
+            # Wherever it was given: the processes that are started get it on their command lines.
+            configuration.check_no_password(self.redis_url, "--redis-url")
+        if self.redis_password_file is not None and self.redis_url is None:
+            raise ConfigError(
+                "--redis-password-file: needs --redis-url; a Redis that is started here gets one by itself"
+            )
+        check_files("--tls", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        has_door = self.tenants_file is not None or self.tls_client_ca_file is not None
+        check_exposure(self.host, has_door, self.allow_anonymous, "--tenants-file or --tls-client-ca-file")
         read_pool_options("--prefill-options", self.prefill_options)
         read_pool_options("--decode-options", self.decode_options)
 
@@ -145,7 +174,41 @@ def read_pool_options(flag: str, words: tuple[str, ...]) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersConfig:
+class CredentialsConfig:
+    """What the commands that call a router show it."""
+
+    token_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """File with the token that says which tenant calls."""
+    tls_ca_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of the authorities that sign the router's certificate; with it the connection is encrypted."""
+    tls_cert_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of a certificate of one's own, for routers that ask for one."""
+    tls_key_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of that certificate's key."""
+    tls_server_name: str | None = field(default=None, metadata=_in("Credentials"))
+    """Name in the router's certificate; default: the host part of the address."""
+
+    def credentials(self) -> dict[str, Any]:
+        """Arguments of `Client`. ConfigError where the token cannot be read."""
+        return {
+            "token": None if self.token_file is None else read_token(self.token_file),
+            "tls_ca_file": self.tls_ca_file,
+            "tls_cert_file": self.tls_cert_file,
+            "tls_key_file": self.tls_key_file,
+            "tls_server_name": self.tls_server_name,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenConfig:
+    """`baton token TENANT`."""
+
+    tenant: str = field(metadata={"positional": True})
+    """Name of the tenant that the token is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig(CredentialsConfig):
     """`baton workers`."""
 
     address: str = field(default=DEFAULT_ADDRESS, metadata=_in("Router"))
@@ -172,10 +235,23 @@ class DrainConfig:
     """How long what runs there may take before it goes on elsewhere; 0: as long as it takes."""
     next_role: Literal["prefill", "decode", "mixed"] | None = field(default=None, metadata=_in("Worker"))
     """The part in which the worker starts again when it is empty; default: it takes nothing any more."""
+    cluster_secret_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """File with the secret of the cluster, which the worker asks for."""
+    cluster_tls_cert_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of a certificate of the cluster, for workers that ask for one."""
+    cluster_tls_key_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of that certificate's key."""
+    cluster_tls_ca_file: Path | None = field(default=None, metadata=_in("Credentials"))
+    """PEM file of the authorities that sign the workers' certificates; with it the connection is encrypted."""
+    cluster_tls_server_name: str | None = field(default=None, metadata=_in("Credentials"))
+    """Name in the worker's certificate; default: the host part of the address."""
+
+    def __post_init__(self) -> None:
+        check_cluster(self)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerConfig:
+class AnswerConfig(CredentialsConfig):
     """What `baton generate` and `baton chat` share."""
 
     address: str = field(default=DEFAULT_ADDRESS, metadata=_in("Router"))

@@ -1,6 +1,7 @@
 """`baton serve`: Redis, routers and workers of one machine as supervised processes.
 
-Life: choose ports and CPUs; start Redis unless one is named; start routers and workers together; wait until every
+Life: choose ports and CPUs; draw the secret by which the processes know each other, Redis included, into a file that
+is theirs alone; start Redis unless one is named; start routers and workers together; wait until every
 router says that a prefill-decode pair is proven; run until a signal; end routers, then workers, then Redis.
 """
 
@@ -13,7 +14,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,8 @@ from baton.supervisor import Change, StartFailed, Supervisor
 from baton.topology import LOOPBACK, Topology, choose_ports, plan_topology
 from engine.cores import create_board
 from runtime.rpc import wait_for_shutdown_signal
+
+SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,17 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
         core_board = Path(folder, "cores") if config.lend_cores and num_workers > 1 else None
         if core_board is not None:
             create_board(core_board, num_workers)
+        secret_file = Path(folder, "secret")
+        _write_secret(secret_file)
+        config = replace(config, cluster_secret_file=config.cluster_secret_file or secret_file)
+        starts_redis = config.redis_url is None
+        if starts_redis:
+            config = replace(config, redis_url=redis_url, redis_password_file=secret_file)
         topology = plan_topology(config, redis_url, _usable_cpus(), ports, secrets.token_hex(3), core_board)
         try:
-            if config.redis_url is None:
+            if starts_redis:
                 metadata_server.find_binary()
-                await supervisor.start([metadata_server.process_spec(redis_port)])
+                await supervisor.start([metadata_server.process_spec(redis_port, secret_file)])
             await supervisor.start(topology.processes)
             yield RunningSystem(topology, supervisor)
         finally:
@@ -89,6 +98,12 @@ async def _serve_until_cancelled(config: ServeConfig, progress: Progress, output
         chat = "" if config.model == "tracer" else f"baton chat{hint}   or   "
         print(f'ready: {chat}baton generate{hint} "..."', file=output, flush=True)
         await system.supervisor.wait_for_failure()
+
+
+def _write_secret(path: Path) -> None:
+    """In a file of the user alone: nobody else on this machine may call what is started here."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(SECRET_BYTES) + "\n")
 
 
 def _usable_cpus() -> set[int]:

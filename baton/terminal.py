@@ -1,4 +1,4 @@
-"""`baton generate`, `chat`, `end-session`, `workers` and `drain`: answers and tables on a terminal or a pipe.
+"""`baton generate`, `chat`, `end-session`, `workers`, `drain` and `token`: answers and tables on a terminal or a pipe.
 
 Owns formatting alone. Text goes to standard output as it arrives, everything else to standard error, so that output
 can be piped on.
@@ -6,26 +6,39 @@ can be piped on.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import sys
 from typing import TextIO
 
-import grpc
+import grpc.aio
 
 from baton.answers import Finish, Sampling
-from baton.client import Client, sync_error
+from baton.client import Client
 from baton.conversation import Conversation
-from baton.options import AnswerConfig, ChatConfig, DrainConfig, EndSessionConfig, GenerateConfig, WorkersConfig
+from baton.options import (
+    AnswerConfig,
+    ChatConfig,
+    DrainConfig,
+    EndSessionConfig,
+    GenerateConfig,
+    TokenConfig,
+    WorkersConfig,
+)
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from router.tenants import check_name, hash_token
 from runtime import rpc
+from runtime.doors import open_cluster
 from runtime.errors import BatonError
 
+TOKEN_BYTES = 32
 QUIT_WORDS = ("/quit", "/exit")
 
 
 def generate(config: GenerateConfig, output: TextIO, errors: TextIO) -> int:
     """Streams the answer to one prompt; the exit code."""
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         messages = [{"role": "user", "content": prompt}] if config.chat else None
         finish = None
         for chunk in client.generate(
@@ -53,7 +66,7 @@ def chat(config: ChatConfig, source: TextIO, output: TextIO, errors: TextIO) -> 
     """
     interactive = source.isatty()
     num_failed = 0
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         if interactive:
             errors.write(f"{client.get_model().model} at {config.address}; {QUIT_WORDS[0]} or Ctrl-D ends\n")
         conversation = Conversation(client, system=config.system, priority=config.priority)
@@ -85,7 +98,7 @@ def _answer(conversation: Conversation, question: str, sampling: Sampling, outpu
 
 def end_session(config: EndSessionConfig, output: TextIO) -> int:
     """Ends a session; the exit code."""
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         existed = client.end_session(config.session_id)
     output.write("ended\n" if existed else "nothing was known of it\n")
     return 0
@@ -93,7 +106,7 @@ def end_session(config: EndSessionConfig, output: TextIO) -> int:
 
 def workers(config: WorkersConfig, output: TextIO) -> int:
     """A table of the workers as the router sees them; the exit code."""
-    with Client(config.address, timeout_s=config.timeout_s) as client:
+    with Client(config.address, timeout_s=config.timeout_s, **config.credentials()) as client:
         statuses = client.workers()
     header = ["worker", "role", "state", "address", "running", "queued", "kv used", "kv cached", "kv total"]
     rows = [header, *(_row(status) for status in statuses)]
@@ -101,6 +114,15 @@ def workers(config: WorkersConfig, output: TextIO) -> int:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         output.write("  ".join(cells).rstrip() + "\n")
+    return 0
+
+
+def token(config: TokenConfig, output: TextIO, errors: TextIO) -> int:
+    """A new token, which is shown this once, and what a tenants file has of it; the exit code."""
+    check_name(config.tenant)
+    drawn = f"baton_{secrets.token_urlsafe(TOKEN_BYTES)}"
+    output.write(drawn + "\n")
+    errors.write(f'[{config.tenant}]\ntoken_sha256 = ["{hash_token(drawn)}"]\n')
     return 0
 
 
@@ -116,14 +138,19 @@ def drain(config: DrainConfig, output: TextIO) -> int:
     """Empties a worker, by a call to the worker itself; the exit code."""
     role = (config.next_role or "unspecified").upper()
     request = worker_pb2.DrainRequest(timeout_ms=round(1000 * config.drain_timeout_s), next_role=f"WORKER_ROLE_{role}")
-    with grpc.insecure_channel(config.worker, options=rpc.channel_options()) as channel:
-        try:
-            answer = worker_pb2_grpc.WorkerStub(channel).Drain(request)
-        except grpc.RpcError as error:
-            raise sync_error(error) from None
+    answer = asyncio.run(_drain(config, request))
     then = f", starting again as {config.next_role}" if config.next_role else ""
     output.write(f"{config.worker} is empty, {answer.num_evicted} requests go on elsewhere{then}\n")
     return 0
+
+
+async def _drain(config: DrainConfig, request: worker_pb2.DrainRequest) -> worker_pb2.DrainResponse:
+    async with rpc.create_channel(config.worker, open_cluster(config).calling) as channel:
+        try:
+            answer: worker_pb2.DrainResponse = await worker_pb2_grpc.WorkerStub(channel).Drain(request)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_call(error) from None
+    return answer
 
 
 def sampling_of(config: AnswerConfig) -> Sampling:

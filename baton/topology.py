@@ -52,7 +52,13 @@ ROUTER_OPTIONS = (
     "policy",
     "local_turn_max_tokens",
     "session_ttl_s",
+    "tenants_file",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "allow_anonymous",
 )
+SHARED_OPTIONS = ("cluster_secret_file", "redis_password_file")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
 
@@ -130,6 +136,7 @@ def plan_topology(
             f"--model={config.model}",
             *_flags(config, ROUTER_OPTIONS),
             f"--redis-url={redis_url}",
+            *_flags(config, SHARED_OPTIONS),
             f"--router-id=router-{index}-{run_id}",
             f"--prefill-workers={','.join(addresses['prefill'])}",
             f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
@@ -185,6 +192,7 @@ def _worker(
         f"--port={port}",
         f"--worker-id={worker_id}",
         f"--redis-url={redis_url}",
+        *_flags(config, SHARED_OPTIONS),
         *([f"--cpus={','.join(map(str, sorted(cpus)))}"] if cpus else []),
         f"--drain-timeout-s={config.drain_timeout_s}",
         *_flags(config, WORKER_OPTIONS),
@@ -212,6 +220,8 @@ def _flags(config: ServeConfig, names: Iterable[str]) -> list[str]:
     flags = []
     for name in names:
         value = getattr(config, name)
-        if value is not None:
+        if isinstance(value, bool):
+            flags += [f"--{name.replace('_', '-')}"] if value else []
+        elif value is not None:
             flags.append(f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, tuple) else value}")
     return flags

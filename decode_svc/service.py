@@ -36,6 +36,7 @@ from engine.wire import (
 )
 from engine.worker import WorkerParts
 from engine.worker_service import WorkerService
+from kvstore.hashing import attempt_label
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import Server
@@ -62,7 +63,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
         self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved)
         self._parts = parts
-        self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports)
+        self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports, parts.cluster.calling)
         self._streams = TokenStreams()
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
@@ -114,7 +115,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         model = identity.model
         accepted = request_from_attempt(request.attempt, model.fingerprint, model.vocab_size, limits.max_model_len)
         if accepted.attempt_id in self._by_attempt:
-            raise AlreadyExists(f"attempt_id: {accepted.attempt_id.hex()} is being served already")
+            raise AlreadyExists(f"attempt_id: {attempt_label(accepted.attempt_id)} is being served already")
         if not self._streams.is_attached(request.router_id):
             raise FailedPrecondition(f"router_id: {request.router_id!r} has no Attach stream here")
         source = None
@@ -182,7 +183,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         check_attempt_id(request.attempt_id)
         sequence = self._by_attempt.get(request.attempt_id)
         if sequence is None:
-            raise NotFound("attempt", request.attempt_id.hex(), "attempt_id: no such attempt runs here")
+            raise NotFound("attempt", attempt_label(request.attempt_id), "attempt_id: no such attempt runs here")
         if not sequence.is_over:
             # The first token may have reached the router from prefill, before its KV has reached this worker.
             is_ahead = sequence.state in (State.QUEUED, State.FETCHING)

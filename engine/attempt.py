@@ -15,6 +15,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from engine.request import Request
 from engine.sequence import Sequence, State
+from kvstore.hashing import attempt_label
 from runtime.telemetry import Telemetry, extract
 
 _BAD_ENDINGS = frozenset({State.EVICTED, State.CANCELLED, State.FAILED})
@@ -75,7 +76,7 @@ def start_span(
 ) -> Span:
     """The span of an attempt at this worker, child of the caller's."""
     attributes: dict[str, str | int] = {
-        "baton.attempt_id": request.attempt_id.hex(),
+        "baton.attempt_id": attempt_label(request.attempt_id),
         "baton.request_id": request.request_id,
         "baton.worker_id": worker_id,
         "baton.num_input_tokens": request.num_input_tokens,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from runtime.doors import check_cluster, check_exposure
 from runtime.errors import ConfigError
 
 
@@ -38,8 +39,13 @@ class WorkerConfig:
     """Port to listen on; 0 takes a free one."""
     advertise_address: str | None = field(default=None, metadata=_in("Worker"))
     """host:port under which routers and other workers reach this worker; default: where it listens."""
-    redis_url: str | None = field(default=None, metadata=_in("Worker"))
-    """Where to register, redis://host:port/db; without it routers need static lists."""
+    health_port: int | None = field(default=None, metadata=_in("Worker", min=1, max=65535))
+    """Port for grpc.health.v1 alone, without TLS, for probes; the other port answers health as well."""
+    redis_url: str | None = field(default=None, metadata=_in("Worker", url=True))
+    """Where to register, redis://host:port/db; without it routers need static lists. rediss:// for TLS, whose files go
+    into the URL: ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE."""
+    redis_password_file: Path | None = field(default=None, metadata=_in("Worker"))
+    """File with the password for Redis; it may also stand in the URL, but not on the command line."""
     cpus: str | None = field(default=None, metadata=_in("Worker"))
     """CPU numbers to run on, "0,2-3"; default: all this process may use."""
     drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
@@ -48,6 +54,21 @@ class WorkerConfig:
     step_stall_s: float = field(default=2.0, metadata=_in("Worker", min=0))
     """A step that stands still for so long, or four times what steps of its size lately took if that is more, makes
     routers leave this worker; after ten times that it ends itself. 0: never."""
+    cluster_secret_file: Path | None = field(default=None, metadata=_in("Callers"))
+    """File with the secret that calls of routers and other workers must carry, one a line: each is accepted, the first
+    is sent; read again when it changes."""
+    cluster_tls_cert_file: Path | None = field(default=None, metadata=_in("Callers"))
+    """PEM file of this worker's certificate, as server and as caller of other workers, with its chain; read again when
+    it changes."""
+    cluster_tls_key_file: Path | None = field(default=None, metadata=_in("Callers"))
+    """PEM file of that certificate's key."""
+    cluster_tls_ca_file: Path | None = field(default=None, metadata=_in("Callers"))
+    """PEM file of the authorities that sign the certificates of routers and workers, and of no others: every caller
+    must have one."""
+    cluster_tls_server_name: str | None = field(default=None, metadata=_in("Callers"))
+    """Name that the other workers' certificates carry; default: the host part of each address."""
+    allow_anonymous: bool = field(default=False, metadata=_in("Callers"))
+    """Listen on other addresses than loopback although nothing is asked of callers."""
 
     batch_schedule: Literal["dynamic", "static"] = field(default="dynamic", metadata=_in("Scheduling"))
     """Decode pool only: "dynamic" is continuous batching; "static" closes a batch and holds it until its longest member
@@ -120,6 +141,10 @@ class WorkerConfig:
     """Inherited descriptor on which this process reports its state."""
 
     def __post_init__(self) -> None:
+        check_cluster(self)
+        has_door = self.cluster_secret_file is not None or self.cluster_tls_ca_file is not None
+        remedy = "--cluster-secret-file or --cluster-tls-ca-file"
+        check_exposure(self.host, has_door, self.allow_anonymous, remedy)
         if self.chunk_size > self.max_num_tokens:
             raise ConfigError(
                 f"--chunk-size: must be at most --max-num-tokens, which is {self.max_num_tokens}; got {self.chunk_size}"

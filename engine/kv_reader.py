@@ -24,10 +24,12 @@ import grpc.aio
 from engine.request import Sample
 from engine.wire import token_from_proto
 from kvstore import transport as transports
+from kvstore.hashing import attempt_label
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
 from kvstore.transport.base import Frame, Reader, TransportError, add_to_checksum
 from protos import worker_pb2, worker_pb2_grpc
+from runtime.doors import NO_PASS, Pass
 from runtime.errors import BatonError
 from runtime.rpc import create_channel
 
@@ -89,10 +91,14 @@ class _Peer:
 class KVReader:
     """Fetches KV for one worker."""
 
-    def __init__(self, memory: PoolMemory, layout: KVLayout, transport_names: Sequence[str]) -> None:
+    def __init__(
+        self, memory: PoolMemory, layout: KVLayout, transport_names: Sequence[str], shown: Pass = NO_PASS
+    ) -> None:
+        """`shown` is what owners ask of callers."""
         self._memory = memory
         self._layout = layout
         self._transport_names = transport_names
+        self._shown = shown
         self._peers: dict[tuple[str, int], asyncio.Task[_Peer]] = {}
         self._farewells: set[asyncio.Task[None]] = set()
 
@@ -218,7 +224,7 @@ class KVReader:
                 worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch), timeout=CONTROL_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            LOG.debug("release of %s at %s: %s", attempt_id.hex(), source.worker_id, error.details())
+            LOG.debug("release of %s at %s: %s", attempt_label(attempt_id), source.worker_id, error.details())
         finally:
             peer.num_users -= 1
             await peer.close_if_unused()
@@ -241,7 +247,7 @@ class KVReader:
             raise
 
     async def _connect(self, source: Source) -> _Peer:
-        channel = create_channel(source.address)
+        channel = create_channel(source.address, self._shown)
         try:
             nonce = secrets.token_hex(16)
             described = await worker_pb2_grpc.WorkerStub(channel).Describe(

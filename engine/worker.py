@@ -37,6 +37,7 @@ from kvstore.metadata import open_store
 from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
 from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs, telemetry
+from runtime.doors import Cluster, open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.host import memory_limit_bytes
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
@@ -93,6 +94,8 @@ class WorkerParts:
     """Promises to readers."""
     memory: PoolMemory
     """The pool's bytes."""
+    cluster: Cluster
+    """What this worker asks of callers, and shows where it calls."""
     telemetry: telemetry.Telemetry
     """Traces."""
 
@@ -218,11 +221,12 @@ class Worker:
         step_loop: StepLoop,
         service: WorkerService,
     ) -> RunningWorker:
-        config, server = self._config, Server()
+        config, cluster = self._config, parts.cluster
+        server = Server(door=cluster.door, files=cluster.tls)
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, "baton.v1.Worker")
         server.add(worker_pb2_grpc.add_KVTransferServicer_to_server, service, "baton.v1.KVTransfer")
         names = ("baton.v1.Worker", "baton.v1.KVTransfer", role.start(server, step_loop, service))
-        port = self._port = await server.start(config.host, config.port)
+        port = self._port = await server.start(config.host, config.port, config.health_port)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         stack.callback(role.end_streams)
         stack.callback(service.end_streams)
@@ -232,7 +236,7 @@ class Worker:
         stack.push_async_callback(_cancel, stepping)
         stack.push_async_callback(_cancel, asyncio.create_task(service.expire_leases()))
         if config.redis_url is not None:
-            store = open_store(config.redis_url)
+            store = open_store(config.redis_url, password_file=config.redis_password_file)
             record = WorkerRecord(self._worker_id, self._role_name, address, parts.identity.epoch)
             registering = asyncio.create_task(_keep_registered(store, record))
             stack.push_async_callback(_unregister, store, record, registering)
@@ -329,6 +333,7 @@ class Worker:
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,
+            cluster=open_cluster(config),
             telemetry=telemetry.configure(
                 f"baton-{self._role_name}",
                 config.trace_exporter,

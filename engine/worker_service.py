@@ -25,7 +25,7 @@ from engine.request import Sample
 from engine.step_stalls import StepClock
 from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
-from kvstore.hashing import unpack_token_ids
+from kvstore.hashing import attempt_label, unpack_token_ids
 from kvstore.layout import KVLayout
 from kvstore.leases import Lease, LeaseState, LeaseTable
 from kvstore.memory import PoolMemory
@@ -227,7 +227,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
                     return
                 if not await _wait(lease.changed, FETCH_MAX_INTERVAL_S):
                     yield worker_pb2.FetchResponse(first_block=lease.num_sent_blocks)
-            raise Aborted(f"attempt_id: the lease of {lease.attempt_id.hex()} was broken")
+            raise Aborted(f"attempt_id: the lease of {attempt_label(lease.attempt_id)} was broken")
         finally:
             if not (lease.is_complete and lease.num_sent_blocks == len(lease.block_table)):
                 self.leases.break_(lease)
@@ -269,7 +269,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         while True:
             await asyncio.sleep(WATCH_MAX_INTERVAL_S)
             for lease in self.leases.expired(time.monotonic()):
-                LOG.warning("the lease of %s expired unread", lease.attempt_id.hex())
+                LOG.warning("the lease of %s expired unread", attempt_label(lease.attempt_id))
                 self.leases.break_(lease)
 
 

@@ -18,6 +18,7 @@ HASH_BYTES = 16
 _ROOT = b"baton.kv.root"
 _BLOCK = b"baton.kv.block"
 _SESSION = b"baton.session"
+_LABEL = b"baton.label"
 
 
 class PrefixHasher:
@@ -66,6 +67,11 @@ class PrefixHasher:
 def session_key(tenant: str, session_id: str) -> bytes:
     """The name under which a session is stored, 16 bytes; the client's own id is not readable from it."""
     return _digest(_SESSION, tenant.encode(), session_id.encode())
+
+
+def attempt_label(attempt_id: bytes) -> str:
+    """What logs, traces and error texts call an attempt: knowing its id is a right, so the id itself is not told."""
+    return _digest(_LABEL, attempt_id).hex()[:12]
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:

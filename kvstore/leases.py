@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvstore.hashing import attempt_label
 from runtime.errors import AlreadyExists, FailedPrecondition, NotFound
 
 
@@ -90,7 +91,7 @@ class LeaseTable:
     ) -> Lease:
         """Opens a lease. Raises AlreadyExists for an attempt that has one."""
         if attempt_id in self._leases:
-            raise AlreadyExists(f"attempt_id: {attempt_id.hex()} is being served already")
+            raise AlreadyExists(f"attempt_id: {attempt_label(attempt_id)} is being served already")
         lease = self._leases[attempt_id] = Lease(attempt_id, num_tokens, on_credit, on_end)
         return lease
 
@@ -100,13 +101,14 @@ class LeaseTable:
             raise FailedPrecondition(f"epoch: this worker's is {self.epoch}, got {epoch}", epoch=self.epoch)
         lease = self._leases.get(attempt_id)
         if lease is None:
-            raise NotFound("attempt", attempt_id.hex(), f"attempt_id: {attempt_id.hex()} has no lease here")
+            label = attempt_label(attempt_id)
+            raise NotFound("attempt", label, f"attempt_id: {label} has no lease here")
         return lease
 
     def claim(self, lease: Lease) -> None:
         """A reader takes the lease: credit. Raises AlreadyExists for a second reader."""
         if lease.claimed:
-            raise AlreadyExists(f"attempt_id: {lease.attempt_id.hex()} was fetched already")
+            raise AlreadyExists(f"attempt_id: {attempt_label(lease.attempt_id)} was fetched already")
         lease.claimed = True
         lease.on_credit()
 

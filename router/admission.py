@@ -4,6 +4,7 @@ A ticket is a request from its arrival to its end: it waits, holds a place while
 back. Rank is the workers' rule: when a request arrived, minus `ageing_s` for each class; equals in order of arrival. A
 place goes to the first by rank and to nobody else, at the moment it is there. So nothing of its own class overtakes a
 request, nothing at all that came more than twice `ageing_s` later, and no class needs a limit of waiting of its own.
+Only a tenant with as many requests at workers as it may have is passed by, until one of its own ends.
 Knows neither sockets nor workers: `capacity` says what there is. Every place taken is given back exactly once.
 """
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from protos import inference_pb2
+from router.tenants import ANYONE, Tenant
 from runtime.errors import BatonError, Overloaded
 
 CLASSES = (inference_pb2.PRIORITY_LOW, inference_pb2.PRIORITY_NORMAL, inference_pb2.PRIORITY_HIGH)
@@ -55,11 +57,13 @@ class Stage(Enum):
 class Ticket:
     """One request in the queue's books."""
 
-    __slots__ = ("is_started", "placed", "placed_s", "priority", "rank", "stage")
+    __slots__ = ("is_started", "placed", "placed_s", "priority", "rank", "stage", "tenant")
 
-    def __init__(self, priority: int, rank: float) -> None:
+    def __init__(self, priority: int, rank: float, tenant: Tenant) -> None:
         self.priority = priority
         """Its class."""
+        self.tenant = tenant
+        """Whose it is."""
         self.rank = rank
         """The smaller goes first."""
         self.stage = Stage.WAITING
@@ -92,6 +96,9 @@ class Admission:
         self._waiting: list[Ticket] = []
         self._placed: dict[Ticket, None] = {}  # who got its place first is first
         self._num_unstarted: Counter[int] = Counter()  # by class: those with a place and no token yet
+        self._num_placed_of: Counter[str] = Counter()  # by tenant
+        self._num_waiting_of: Counter[str] = Counter()  # by tenant
+        self._num_limited = 0  # those that wait and whose tenant may have so many at workers and no more
         self._mean_placed_s = 0.0
         self._num_ended = 0
         self.num_present = 0
@@ -107,20 +114,21 @@ class Admission:
         """Tickets that wait for a place."""
         return len(self._waiting)
 
-    def enter(self, priority: int, time_left_s: float | None = None) -> Ticket:
+    def enter(self, priority: int, time_left_s: float | None = None, tenant: Tenant = ANYONE) -> Ticket:
         """Takes a request in; it may have its place at once. `time_left_s` is what its client's deadline leaves.
 
-        Raises Overloaded if it would wait too long, or if the queue is full and nobody of a lower class is in it; of
-        those the last by rank makes room.
+        Raises Overloaded if it would wait too long, if its tenant has as many waiting as it may, or if the queue is
+        full and nobody of a lower class is in it; of those the last by rank makes room.
         """
         if priority not in CLASSES:
             # None given, or one that validation will refuse.
             priority = inference_pb2.PRIORITY_NORMAL
-        ticket = Ticket(priority, self._clock() - self._ageing_s * priority)
+        ticket = Ticket(priority, self._clock() - self._ageing_s * priority, tenant)
         self._add(ticket)
         self.place_first()
         if ticket.stage is Stage.WAITING:
             try:
+                self._check_tenant(tenant)
                 self._check_wait(ticket, time_left_s)
                 self._check_room(ticket)
             except Overloaded:
@@ -130,13 +138,18 @@ class Admission:
 
     def place_first(self) -> None:
         """Gives what places there are to the first by rank; to be called whenever there may be more of them."""
-        while self._waiting:
-            ticket = self._waiting[0]
+        index = 0
+        while index < len(self._waiting):
+            ticket = self._waiting[index]
+            if self._is_held_back(ticket):
+                index += 1
+                continue
             if not self._has_place(ticket):
                 return
-            del self._waiting[0]
+            self._forget_at(index)
             ticket.stage, ticket.placed_s = Stage.PLACED, self._clock()
             self._placed[ticket] = None
+            self._num_placed_of[ticket.tenant.name] += 1
             self._num_unstarted[ticket.priority] += 1
             if not ticket.placed.done():
                 # Cancelled: its request is leaving, and gives the place back in a moment.
@@ -156,6 +169,7 @@ class Admission:
             ticket.placed.cancel()
         elif ticket.stage is Stage.PLACED:
             del self._placed[ticket]
+            self._num_placed_of[ticket.tenant.name] -= 1
             self._num_unstarted[ticket.priority] -= not ticket.is_started
             self._num_ended += 1
             placed_s = self._clock() - ticket.placed_s
@@ -187,14 +201,31 @@ class Admission:
         """
         if not self._num_ended:
             return None
-        num_needed = bisect_right(self._waiting, ticket.rank, key=_rank)
+        before = self._waiting[: bisect_right(self._waiting, ticket.rank, key=_rank)]
+        own_s = self._wait_in_tenant_s(ticket, before)
+        num_needed = len(before)
+        if self._num_limited:
+            # Those passed by are in nobody's way.
+            num_needed = 1 + sum(not self._is_held_back(each) for each in before if each is not ticket)
         if not self._placed:
-            return num_needed * self._mean_placed_s
+            return max(own_s, num_needed * self._mean_placed_s)
         num_ahead = num_needed + self._num_unstarted_from(ticket.priority)
         num_rounds, index = divmod(num_needed - 1, self.num_placed)
         last = next(itertools.islice(self._placed, index, None))
         back_s = last.placed_s + (1 + num_rounds) * self._mean_placed_s
-        return max(num_ahead * self._mean_placed_s / self.num_placed, back_s - self._clock())
+        return max(own_s, num_ahead * self._mean_placed_s / self.num_placed, back_s - self._clock())
+
+    def _wait_in_tenant_s(self, ticket: Ticket, before: list[Ticket]) -> float:
+        """How long until its tenant may have one more at workers, if each of its places comes back after the mean."""
+        limit = ticket.tenant.max_num_running
+        if limit is None or not self._is_held_back(ticket):
+            return 0.0
+        num_of_tenant = sum(each.tenant.name == ticket.tenant.name for each in before)
+        return math.ceil(num_of_tenant / limit) * self._mean_placed_s
+
+    def _is_held_back(self, ticket: Ticket) -> bool:
+        limit = ticket.tenant.max_num_running
+        return limit is not None and self._num_placed_of[ticket.tenant.name] >= limit
 
     def _has_place(self, ticket: Ticket) -> bool:
         """Whether it may go to the workers: a seat is free, or too few of its class and above wait there. What is below
@@ -213,6 +244,14 @@ class Admission:
         if expected_s is not None and expected_s > limit_s:
             text = f"the wait would be about {expected_s:.1f} s, at most {limit_s:.1f} s are allowed"
             raise self._overloaded(text, limit_s=f"{limit_s:.1f}", expected_s=f"{expected_s:.1f}")
+
+    def _check_tenant(self, tenant: Tenant) -> None:
+        """The newcomer counts among those that wait."""
+        limit = tenant.max_num_queued
+        if limit is not None and self._num_waiting_of[tenant.name] > limit:
+            running = "" if tenant.max_num_running is None else f" and max_num_running is {tenant.max_num_running}"
+            text = f"tenant {tenant.name}: {limit} requests wait, its max_num_queued{running}"
+            raise self._overloaded(text, tenant=tenant.name, max_num_queued=limit)
 
     def _check_room(self, ticket: Ticket) -> None:
         """Those whose clients have yet to read the end count too: they take memory and no place."""
@@ -241,13 +280,21 @@ class Admission:
 
     def _add(self, ticket: Ticket) -> None:
         insort(self._waiting, ticket, key=_rank)
+        self._num_waiting_of[ticket.tenant.name] += 1
+        self._num_limited += ticket.tenant.max_num_running is not None
         self.num_present += 1
 
     def _remove(self, ticket: Ticket) -> None:
         index = bisect_right(self._waiting, ticket.rank, key=_rank) - 1
         while self._waiting[index] is not ticket:
             index -= 1
-        del self._waiting[index]
+        self._forget_at(index)
+
+    def _forget_at(self, index: int) -> None:
+        """It waits no more."""
+        ticket = self._waiting.pop(index)
+        self._num_waiting_of[ticket.tenant.name] -= 1
+        self._num_limited -= ticket.tenant.max_num_running is not None
 
 
 def _rank(ticket: Ticket) -> float:

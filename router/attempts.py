@@ -39,7 +39,9 @@ VERDICT_S = 1.0
 DEADLINE_MARGIN_S = 0.5
 """How much longer workers are allowed than the client waits."""
 _FINAL = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED})
-_REFUSALS = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION})
+_REFUSALS = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
+)
 
 
 def _new_future() -> asyncio.Future[Any]:
@@ -87,8 +89,6 @@ class Attempt:
     """How long the request has waited for this attempt."""
     span: Span
     """Parent of the workers' spans."""
-    tenant: str = ""
-    """Whose cached prefixes may be used."""
     num_evictions: int = 0
     """How often earlier attempts were evicted."""
     router_id: str = ""
@@ -220,7 +220,7 @@ class Attempt:
             priority=request.priority,
             waited_ms=self.waited_ms,
             fingerprint=self.decode.description.model.fingerprint,
-            tenant=self.tenant,
+            tenant=request.tenant,
             num_evictions=self.num_evictions,
             session=self.session,
         )

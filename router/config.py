@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from runtime.doors import check_cluster, check_exposure
+from runtime.tls import check_files
 
 
 def _in(group: str, **metadata: object) -> dict[str, object]:
@@ -27,9 +31,36 @@ class RouterConfig:
     """Name in logs and traces, unique among routers; default: router and a random suffix."""
     drain_timeout_s: float = field(default=30.0, metadata=_in("Router", min=0))
     """How long SIGTERM waits for running requests."""
+    health_port: int | None = field(default=None, metadata=_in("Router", min=1, max=65535))
+    """Port for grpc.health.v1 alone, without TLS, for probes; the other port answers health as well."""
 
-    redis_url: str | None = field(default=None, metadata=_in("Workers"))
-    """Where workers register and sessions are remembered, redis://host:port/db."""
+    tenants_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """TOML file of tenants: hashes of their tokens, names of their certificates, their limits; read again when it
+    changes. Without it all clients are one tenant."""
+    tls_cert_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of the certificate, with its chain, that clients see; read again when it changes."""
+    tls_key_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of that certificate's key."""
+    tls_client_ca_file: Path | None = field(default=None, metadata=_in("Clients"))
+    """PEM file of authorities; every client must have a certificate of one of them."""
+    allow_anonymous: bool = field(default=False, metadata=_in("Clients"))
+    """Listen on other addresses than loopback although nothing is asked of clients."""
+
+    redis_url: str | None = field(default=None, metadata=_in("Workers", url=True))
+    """Where workers register and sessions are remembered, redis://host:port/db; rediss:// for TLS, whose files go into
+    the URL: ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE."""
+    redis_password_file: Path | None = field(default=None, metadata=_in("Workers"))
+    """File with the password for Redis; it may also stand in the URL, but not on the command line."""
+    cluster_secret_file: Path | None = field(default=None, metadata=_in("Workers"))
+    """File with the secret that calls to workers carry, one a line, the first is sent; read again when it changes."""
+    cluster_tls_cert_file: Path | None = field(default=None, metadata=_in("Workers"))
+    """PEM file of the certificate that workers ask for, with its chain."""
+    cluster_tls_key_file: Path | None = field(default=None, metadata=_in("Workers"))
+    """PEM file of that certificate's key."""
+    cluster_tls_ca_file: Path | None = field(default=None, metadata=_in("Workers"))
+    """PEM file of the authorities that sign the workers' certificates, and of no others."""
+    cluster_tls_server_name: str | None = field(default=None, metadata=_in("Workers"))
+    """Name that the workers' certificates carry; default: the host part of each address."""
     prefill_workers: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
     """host:port of prefill workers that are there without registering, separated by commas."""
     decode_workers: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
@@ -68,3 +99,9 @@ class RouterConfig:
     """Least severe records that are logged."""
     status_fd: int | None = field(default=None, metadata=_in("Supervision", hidden=True))
     """Inherited socket on which this process reports its state."""
+
+    def __post_init__(self) -> None:
+        check_cluster(self)
+        check_files("--tls", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        has_door = self.tenants_file is not None or self.tls_client_ca_file is not None
+        check_exposure(self.host, has_door, self.allow_anonymous, "--tenants-file or --tls-client-ca-file")

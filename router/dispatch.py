@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span, Status, StatusCode
 
+from kvstore.hashing import attempt_label
 from protos import inference_pb2
 from router.answer import Answer
 from router.attempts import Attempt, AttemptFailed, Served
@@ -119,7 +120,7 @@ class Dispatcher:
         )
         span.set_attributes(
             {
-                "baton.attempt_id": attempt.attempt_id.hex(),
+                "baton.attempt_id": attempt_label(attempt.attempt_id),
                 "baton.attempt_number": number,
                 "baton.decode_worker_id": choice.decode.worker_id,
                 "baton.prefill_worker_id": (choice.prefill or choice.decode).worker_id,

@@ -17,6 +17,7 @@ from kvstore.metadata.base import MetadataStore, StoreUnavailable
 from protos import inference_pb2, worker_pb2
 from router.admission import Capacity
 from router.links import Incarnation, WorkerLink
+from runtime.doors import NO_PASS, Pass
 from runtime.errors import BatonError
 
 LOG = logging.getLogger(__name__)
@@ -44,9 +45,11 @@ class Fleet:
         silence_s: float,
         probe: Probe,
         on_change: Callable[[], None],
+        shown: Pass = NO_PASS,
     ) -> None:
         """`fingerprint` is the checkpoint's; workers of another are refused. `probe` runs a tiny request over a decode
-        and a prefill worker (None: decode prefills) and raises BatonError if it fails."""
+        and a prefill worker (None: decode prefills) and raises BatonError if it fails. `shown` is what workers
+        ask of callers."""
         self._router_id = router_id
         self._fingerprint = fingerprint
         self._static = frozenset(static_addresses)
@@ -54,6 +57,7 @@ class Fleet:
         self._silence_s = silence_s
         self._probe = probe
         self._on_change = on_change
+        self._shown = shown
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._refused: set[str] = set()
         self._tried_s: dict[_Pair, float] = {}
@@ -119,7 +123,9 @@ class Fleet:
                     # Nobody else can say where a worker that is silent now will be heard again.
                     wanted |= self._links.keys()
             for address in sorted(wanted - self._links.keys()):
-                link = WorkerLink(address, self._router_id, self._silence_s, self._accepts, self._note_change)
+                link = WorkerLink(
+                    address, self._router_id, self._silence_s, self._accepts, self._note_change, self._shown
+                )
                 self._links[address] = (link, asyncio.create_task(link.run()))
             for address in self._links.keys() - wanted:
                 await self._forget_if_silent(address)

@@ -20,7 +20,9 @@ import grpc
 import grpc.aio
 
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from runtime.rpc import create_channel
+from runtime.doors import NO_PASS, Pass
+from runtime.errors import Unauthenticated
+from runtime.rpc import create_channel, error_from_call
 
 LOG = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
@@ -147,8 +149,10 @@ class WorkerLink:
         silence_s: float,
         accepts: Callable[[worker_pb2.DescribeResponse], bool],
         on_change: Callable[[], None],
+        shown: Pass = NO_PASS,
     ) -> None:
-        """`accepts` refuses workers of another model; `on_change` is told when workers come, go or report."""
+        """`accepts` refuses workers of another model; `on_change` is told when workers come, go or report; `shown` is
+        what workers ask of callers."""
         self.address = address
         self.current: Incarnation | None = None
         """The incarnation that answers there now; a lost one stays until the next."""
@@ -156,16 +160,19 @@ class WorkerLink:
         self._silence_s = silence_s
         self._accepts = accepts
         self._on_change = on_change
+        self._shown = shown
+        self._was_kept_out = False
 
     async def run(self) -> None:
         """Connects again and again until cancelled."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            channel, previous, text = create_channel(self.address), self.current, "it ended its streams"
+            channel, previous, text = create_channel(self.address, self._shown), self.current, "it ended its streams"
             try:
                 await self._live(channel)
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 text = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
+                self._note_failure(error)
             finally:
                 if self.current is not None:
                     self.current.lose()
@@ -176,6 +183,15 @@ class WorkerLink:
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))  # routers come one after another
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _note_failure(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
+        """A worker that is not there yet is nothing to speak of; one that keeps this router out is."""
+        is_kept_out = isinstance(error, grpc.aio.AioRpcError) and isinstance(error_from_call(error), Unauthenticated)
+        if is_kept_out and not self._was_kept_out:
+            LOG.error(
+                "the worker at %s takes no calls of this router: is --cluster-secret-file the same?", self.address
+            )
+        self._was_kept_out = is_kept_out
 
     async def _live(self, channel: grpc.aio.Channel) -> None:
         """One incarnation, from Describe until a stream ends."""

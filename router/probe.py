@@ -40,9 +40,10 @@ class Prober:
             priority=inference_pb2.PRIORITY_HIGH,
             session_id="",
             seed=0,
+            tenant=TENANT,
         )
         answer = Answer(request, self._tokenizer, time.monotonic())
-        attempt = Attempt(answer, decode, prefill, 0, INVALID_SPAN, tenant=TENANT, router_id=self._router_id)
+        attempt = Attempt(answer, decode, prefill, 0, INVALID_SPAN, router_id=self._router_id)
         served = await attempt.run()
         if len(answer.token_ids) != NUM_TOKENS or (prefill is not None and served.record.kv_bytes == 0):
             raise Unavailable(f"a probe gave {len(answer.token_ids)} tokens and moved {served.record.kv_bytes} bytes")

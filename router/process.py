@@ -25,10 +25,13 @@ from router.probe import Prober
 from router.service import InferenceService
 from router.session_holders import SessionHolders
 from router.sessions import Sessions
+from router.tenants import Tenants
 from runtime import logs, plugins, telemetry
+from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
+from runtime.tls import TlsFiles
 
 LOG = logging.getLogger(__name__)
 SERVICE = "baton.v1.Inference"
@@ -108,9 +111,11 @@ async def serving(
         stack.callback(traces.shut_down)
         store = None
         if config.redis_url is not None:
-            store = open_store(config.redis_url)
+            store = open_store(config.redis_url, password_file=config.redis_password_file)
             stack.push_async_callback(store.close)
-        server, was_ready = Server(), False
+        tenants = Tenants(config.tenants_file, config.tls_client_ca_file is not None)
+        files = TlsFiles(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+        server, was_ready = Server(door=tenants, files=files), False
 
         def note_change() -> None:
             nonlocal was_ready
@@ -124,7 +129,16 @@ async def serving(
         stream_id = f"{router_id}.{secrets.token_hex(8)}"
         addresses = (*config.prefill_workers, *config.decode_workers)
         prober = Prober(stream_id, model.tokenizer)
-        fleet = Fleet(stream_id, model.fingerprint, addresses, store, config.worker_silence_s, prober, note_change)
+        fleet = Fleet(
+            stream_id,
+            model.fingerprint,
+            addresses,
+            store,
+            config.worker_silence_s,
+            prober,
+            note_change,
+            open_cluster(config).calling,
+        )
         policy = plugins.load("router.policies", config.policy, "Policy")()
         dispatcher = Dispatcher(
             fleet,
@@ -138,10 +152,10 @@ async def serving(
         sessions = Sessions(store, SessionHolders(fleet), config.session_ttl_s)
         admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
         service = InferenceService(
-            model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s
+            model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s, tenants
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
-        port = await server.start(config.host, config.port)
+        port = await server.start(config.host, config.port, config.health_port)
         address = format_address(config.host, port)
         status.listening(address)
         LOG.info("listening at %s", address)

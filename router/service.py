@@ -25,13 +25,13 @@ from router.links import Incarnation
 from router.model import TextModel
 from router.sessions import Sessions, Turn
 from router.stalls import stall_limit
+from router.tenants import Tenant, Tenants
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
 from runtime.telemetry import Telemetry, extract
 
 Context = grpc.aio.ServicerContext
-TENANT = ""
 SHORT_BYTES = 1024
 """Requests of this size are validated in less time than the way to a thread and back takes."""
 RETRY_S = 1.0
@@ -51,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         admission: Admission,
         client_stall_s: float,
         worker_wait_s: float,
+        tenants: Tenants,
     ) -> None:
         """Requests that wait are refused once no worker was there for `worker_wait_s`."""
         self._model = model
@@ -61,8 +62,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._admission = admission
         self._client_stall_s = client_stall_s
         self._worker_wait_s = worker_wait_s
+        self._tenants = tenants
         self._giving_up: asyncio.TimerHandle | None = None
-        self._request_ids: set[str] = set()
+        self._request_ids: set[tuple[str, str]] = set()
         self.is_draining = False
         """Whether new requests are refused."""
         self.idle = asyncio.Event()
@@ -90,21 +92,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> None:
         """One request."""
         arrived_s = time.monotonic()
+        tenant = self._tenants.of(context)
         num_tokens = request.session_tokens if request.HasField("session_tokens") else None
-        with self._admitted(request, context) as ticket:
-            async with self._sessions.turn(TENANT, request.session_id, request.append, num_tokens) as turn:
-                await self._answer(request, context, ticket, turn, arrived_s)
+        with self._admitted(request, tenant, context) as ticket:
+            async with self._sessions.turn(tenant.name, request.session_id, request.append, num_tokens) as turn:
+                await self._answer(request, tenant, context, ticket, turn, arrived_s)
 
     async def _answer(
         self,
         request: inference_pb2.GenerateRequest,
+        tenant: Tenant,
         context: Context[object, object],
         ticket: Ticket,
         turn: Turn | None,
         arrived_s: float,
     ) -> None:
-        prepared = await self._validated(request, turn)
-        with self._named(prepared.request_id):
+        prepared = await self._validated(request, tenant, turn)
+        with self._named(prepared):
             answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
             operation = "chat" if request.messages else "text_completion"
             span = self._start_span(prepared, operation, context)
@@ -160,12 +164,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return Unavailable(text, retry_after_s=RETRY_S)
 
     @contextlib.contextmanager
-    def _admitted(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> Iterator[Ticket]:
+    def _admitted(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, context: Context[object, object]
+    ) -> Iterator[Ticket]:
         """Counts and ranks a request from its arrival: its validation takes time and memory too, and who is refused
         should not wait for it."""
         if self.is_draining or not self._fleet.is_ready:
             raise self._unavailable()
-        ticket = self._admission.enter(request.priority, time_remaining_s(context))
+        ticket = self._admission.enter(request.priority, time_remaining_s(context), tenant)
         self.idle.clear()
         try:
             yield ticket
@@ -175,18 +181,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self.idle.set()
 
     @contextlib.contextmanager
-    def _named(self, request_id: str) -> Iterator[None]:
-        if request_id in self._request_ids:
-            raise AlreadyExists(f"request_id: {request_id!r} is in flight already", request_id=request_id)
-        self._request_ids.add(request_id)
+    def _named(self, prepared: PreparedRequest) -> Iterator[None]:
+        """Ids are a tenant's own: another's request of the same id is neither in its way nor seen by it."""
+        name = prepared.tenant, prepared.request_id
+        if name in self._request_ids:
+            raise AlreadyExists(f"request_id: {name[1]!r} is in flight already", request_id=name[1])
+        self._request_ids.add(name)
         try:
             yield
         finally:
-            self._request_ids.discard(request_id)
+            self._request_ids.discard(name)
 
-    async def _validated(self, request: inference_pb2.GenerateRequest, turn: Turn | None) -> PreparedRequest:
+    async def _validated(
+        self, request: inference_pb2.GenerateRequest, tenant: Tenant, turn: Turn | None
+    ) -> PreparedRequest:
         before = turn.previous_token_ids() if turn is not None and turn.is_append else ()
-        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template, before
+        arguments = request, self._facts(), self._model.tokenizer, self._model.chat_template, before, tenant.name
         if request.ByteSize() <= SHORT_BYTES:
             return validate(*arguments)
         # Long prompts take long to tokenise: not in the event loop. The tokenizer releases the interpreter's lock.
@@ -221,6 +231,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.usage.input_tokens": len(prepared.prompt_token_ids),
                 "baton.request_id": prepared.request_id,
+                "baton.tenant": prepared.tenant,
             },
         )
 
@@ -228,6 +239,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context[object, object]
     ) -> inference_pb2.GetModelResponse:
         """The served model, as its workers describe it."""
+        self._tenants.of(context)
         facts = self._facts()
         if request.model and request.model != facts.name:
             raise NotFound("model", request.model, f"model: {request.model!r} is not served; {facts.name!r} is")
@@ -240,16 +252,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListWorkers(
         self, request: inference_pb2.ListWorkersRequest, context: Context[object, object]
     ) -> inference_pb2.ListWorkersResponse:
-        """The workers this router knows."""
+        """The workers this router knows; for operators, because their load is everybody's."""
+        self._tenants.operator(context)
         return inference_pb2.ListWorkersResponse(workers=[_status(w) for w in self._fleet.incarnations()])
 
     async def EndSession(
         self, request: inference_pb2.EndSessionRequest, context: Context[object, object]
     ) -> inference_pb2.EndSessionResponse:
         """Forgets a session and frees its KV."""
+        tenant = self._tenants.of(context)
         if not request.session_id:
             raise InvalidArgument("session_id", "must not be empty")
-        return inference_pb2.EndSessionResponse(existed=await self._sessions.end(TENANT, request.session_id))
+        return inference_pb2.EndSessionResponse(existed=await self._sessions.end(tenant.name, request.session_id))
 
 
 def _close_span(span: Span, serving: asyncio.Task[inference_pb2.Finish]) -> None:

@@ -63,6 +63,8 @@ class PreparedRequest:
     """Empty for none."""
     seed: int
     """The client's, or a drawn one; 64 bits."""
+    tenant: str = ""
+    """Whose request it is, and so whose cached KV and sessions it may use; the router says so, never the client."""
 
 
 def validate(
@@ -71,8 +73,10 @@ def validate(
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     before: Sequence[int] = (),
+    tenant: str = "",
 ) -> PreparedRequest:
-    """Checks and completes `request`; `before` are the session's tokens, if the input is to be appended to them.
+    """Checks and completes `request` of `tenant`; `before` are the session's tokens, if the input is to be
+    appended to them.
 
     Raises InvalidArgument, ContextLengthExceeded (which is one) or NotFound for another model's name.
     """
@@ -90,6 +94,7 @@ def validate(
         priority=priority,
         session_id=request.session_id,
         seed=sampling.seed,
+        tenant=tenant,
     )
 
 

@@ -3,7 +3,7 @@
 Owns the only read of the environment and of configuration files. A field's type decides what is accepted, the
 docstring line under it is its help text, and `field(metadata={...})` may add `flag` ("--name"), `group` (help
 section), `choices`, `min`, `max`, `positional` (True: no flag), `hidden` (True: left out of --help), `aliases` (further
-flags) and `bare` (what the flag stands for when no value follows).
+flags), `bare` (what the flag stands for when no value follows) and `url` (True: as a flag it may hold no password).
 Later sources win: default < file (`--config FILE`) < environment (`BATON_<FIELD>`) < flag. Nothing is guessed: an
 unknown key, an unknown flag or a value of the wrong shape is a ConfigError that names source, key, value and what is
 accepted. Other BATON_ variables are left alone, because processes of different roles share one environment.
@@ -70,6 +70,8 @@ class Option:
     """Section of --help."""
     hidden: bool
     """Left out of --help."""
+    is_url: bool
+    """Whether a password could be in it, which may not stand on a command line."""
     help: str
     """The docstring line."""
 
@@ -118,6 +120,8 @@ def load(
         if option.variable in environment:
             values[option.name] = parse_text(option, environment[option.variable], f"environment {option.variable}")
         if option.name in given:
+            if option.is_url:
+                check_no_password(given[option.name], option.flag or option.name.upper())
             values[option.name] = parse_text(option, given[option.name], option.flag or option.name.upper())
     missing = [option for option in options if option.default is MISSING and option.name not in values]
     if missing:
@@ -272,6 +276,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, help_line: str) -> Option:
         bare=metadata.get("bare"),
         group=metadata.get("group", "Options"),
         hidden=metadata.get("hidden", False),
+        is_url=metadata.get("url", False),
         help=help_line,
     )
 
@@ -332,6 +337,12 @@ def _help(option: Option) -> str:
     if option.kind is bool and option.flag is not None:
         line += f" Off: --no-{option.flag.removeprefix('--')}"
     return line.replace("%", "%%")
+
+
+def check_no_password(url: str, source: str) -> None:
+    """ConfigError, without repeating it, for a URL with a password: command lines are for all to see."""
+    if ":" in url.partition("://")[2].rpartition("@")[0]:
+        raise ConfigError(f"{source}: there is a password in it, which process lists would show; put it into a file")
 
 
 def version() -> str:

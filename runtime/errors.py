@@ -81,6 +81,18 @@ class Unavailable(BatonError):
         self.retry_after_s = retry_after_s
 
 
+class Unauthenticated(BatonError):
+    """The caller has not shown who it is, or nobody of that name is known here. The text never quotes what it gave."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    """The caller is known, and this is not for it."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class FailedPrecondition(BatonError):
     """Two parts do not fit: other fingerprint, layout, epoch or role."""
 

@@ -25,8 +25,10 @@ from runtime.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    PermissionDenied,
     SessionBusy,
     SessionLost,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -46,12 +48,23 @@ CODES: dict[type[BatonError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
     Aborted: grpc.StatusCode.ABORTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
 }
 """Everything else is INTERNAL."""
 
 _MESSAGE_ONLY: dict[str, type[BatonError]] = {
     error.reason: error
-    for error in (AlreadyExists, FailedPrecondition, Aborted, SessionBusy, ConfigError, CheckpointError)
+    for error in (
+        AlreadyExists,
+        FailedPrecondition,
+        Aborted,
+        SessionBusy,
+        Unauthenticated,
+        PermissionDenied,
+        ConfigError,
+        CheckpointError,
+    )
 }
 
 

@@ -2,7 +2,7 @@
 
 Owns connection options, health, reflection and the translation of errors into rich status (`runtime.rich_status` is
 the table). Does not own services: a role adds its servicers, whose methods are coroutines or async generators, raise
-the classes of `runtime.errors`, and never see a message that did not parse.
+the classes of `runtime.errors`, and never see a message that did not parse, or a caller whom the door keeps out.
 Invariants: when a call ends for whatever reason, its handler has been cancelled and its `finally` blocks have run in
 the handler's own task; a traceback goes to the log and never to the caller.
 Life of a server: add services; start (listens); set_serving as work can be taken; stop (health first, then grace).
@@ -26,7 +26,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from runtime.errors import BatonError, InvalidArgument, Unavailable
+from runtime import tls
+from runtime.doors import NO_PASS, BearerChannel, Door, Pass
+from runtime.errors import BatonError, InvalidArgument, Unauthenticated, Unavailable
 from runtime.health import HealthService
 from runtime.rich_status import DETAILS_KEY, from_status, to_status
 
@@ -56,6 +58,8 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 HEALTH_SERVICE = "grpc.health.v1.Health"
+OPEN_METHODS = frozenset({f"/{HEALTH_SERVICE}/Check", f"/{HEALTH_SERVICE}/Watch"})
+"""Answered without a credential, because probes have none; they say who serves and nothing else."""
 
 Handler = Callable[[Any, Any], Any]
 
@@ -63,12 +67,19 @@ Handler = Callable[[Any, Any], Any]
 class Server:
     """A gRPC server with health, reflection and rich errors. Create it inside the running event loop."""
 
-    def __init__(self, options: Sequence[tuple[str, int | str]] = ()) -> None:
-        """`options` are channel arguments that replace those of SERVER_OPTIONS or join them."""
-        self.grpc: grpc.aio.Server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=_merged(SERVER_OPTIONS, options)
-        )
+    def __init__(
+        self,
+        options: Sequence[tuple[str, int | str]] = (),
+        *,
+        door: Door | None = None,
+        files: tls.TlsFiles = tls.NO_TLS,
+    ) -> None:
+        """`options` are channel arguments that replace those of SERVER_OPTIONS or join them; `door` decides who may
+        call (None: anyone), `files` are those of TLS."""
+        self.grpc: grpc.aio.Server = _new_server(door, options)
+        self._files = files
         self._health = HealthService()
+        self._probed: grpc.aio.Server | None = None
         self._service_names: list[str] = []
         self.ends_with_process = False
         """Set when `stop` is the last thing that this process does: it then leaves the calls to the process's end."""
@@ -87,15 +98,19 @@ class Server:
         """States in the health service whether `service_name` can take work."""
         self._health.set_serving(service_name, serving)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens on `host`:`port` (0: any free one) and returns the port. Unavailable when it cannot be had."""
+    async def start(self, host: str, port: int, health_port: int | None = None) -> int:
+        """Listens on `host`:`port` (0: any free one) and returns the port. Unavailable when it cannot be had.
+
+        `health_port` gets the health service and nothing else, without TLS: probes of Kubernetes know no certificates.
+        """
         names = [*self._service_names, HEALTH_SERVICE, REFLECTION_SERVICE]
         reflection.enable_server_reflection(names, self.grpc)
-        address = format_address(host, port)
-        try:
-            bound = self.grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {address}: is the port in use? ({error})") from None
+        bound = _listen(self.grpc, format_address(host, port), tls.server_credentials(self._files))
+        if health_port is not None:
+            self._probed = _new_server(None, ())
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            _listen(self._probed, format_address(host, health_port), None)
+            await self._probed.start()
         await self.grpc.start()
         return bound
 
@@ -111,23 +126,43 @@ class Server:
             await asyncio.sleep(grace_s)
         else:
             await self.grpc.stop(grace_s)
+            if self._probed is not None:
+                await self._probed.stop(0)
+
+
+def _new_server(door: Door | None, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[ErrorInterceptor(door)], options=_merged(SERVER_OPTIONS, options))
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {address}: is the port in use? ({error})") from None
 
 
 def create_channel(
     address: str,
+    shown: Pass = NO_PASS,
     *,
     keepalive_time_s: float = 5.0,
     keepalive_timeout_s: float = 5.0,
     options: Sequence[tuple[str, int | str]] = (),
 ) -> grpc.aio.Channel:
-    """A channel to `address` (host:port) with a connection of its own.
+    """A channel to `address` (host:port) with a connection of its own, on which every call shows the pass `shown`.
 
     A peer that stops answering breaks the calls on it after at most `keepalive_time_s + keepalive_timeout_s`; the
     time must be at least the 2 s that servers allow. `options` replace or join the channel arguments.
     """
-    return grpc.aio.insecure_channel(
-        address, options=_merged(channel_options(keepalive_time_s, keepalive_timeout_s), options)
-    )
+    defaults = channel_options(keepalive_time_s, keepalive_timeout_s)
+    if shown.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=_merged(defaults, options))
+    else:
+        merged = _merged([*defaults, *shown.tls.channel_options], options)
+        channel = grpc.aio.secure_channel(address, shown.tls.credentials, options=merged)
+    return channel if shown.bearer is None else BearerChannel(channel, shown.bearer)
 
 
 def channel_options(keepalive_time_s: float = 5.0, keepalive_timeout_s: float = 5.0) -> list[tuple[str, int | str]]:
@@ -209,7 +244,11 @@ class _Unparsed:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler: refuses what does not parse, closes generators, turns exceptions into status."""
+    """Wraps every handler: keeps strangers out, refuses what does not parse, closes generators, turns exceptions into
+    status."""
+
+    def __init__(self, door: Door | None = None) -> None:
+        self._door = door
 
     async def intercept_service(
         self,
@@ -217,10 +256,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """The handler of a call, wrapped; None for an unknown method, which gRPC answers with UNIMPLEMENTED."""
+        method = handler_call_details.method
+        door = None if method in OPEN_METHODS else self._door
+        if door is not None and not door.admits(handler_call_details.invocation_metadata):
+            return grpc.stream_stream_rpc_method_handler(_refuse)
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
         deserialize = _forgiving(handler.request_deserializer)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
@@ -237,6 +279,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(
             _streaming(handler.stream_stream, method), deserialize, handler.response_serializer
         )
+
+
+async def _refuse(_: Any, context: Any) -> None:
+    """Reads nothing of what a stranger sends, whatever the method would take."""
+    code, message, trailing_metadata = to_status(Unauthenticated("a credential is needed here, and was not shown"))
+    await context.abort(code, message, trailing_metadata)
 
 
 def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

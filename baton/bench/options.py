@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from baton.options import CredentialsConfig
 from runtime.errors import ConfigError
 
 Dataset = Literal["random", "sharegpt", "prefix"]
@@ -37,7 +38,7 @@ def _in(group: str, **metadata: object) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchConfig:
+class BenchConfig(CredentialsConfig):
     """`baton bench SCENARIO`."""
 
     scenario: ScenarioName = field(default="throughput", metadata={"positional": True})

@@ -181,7 +181,10 @@ class Run:
                 serve = self.serve_config(options)
                 self.ticker.show(lambda: f"starting {name or self.model}")
                 origin = await stack.enter_async_context(system.started(serve, self._on_change))
-            client = await stack.enter_async_context(AsyncClient(origin.address, timeout_s=self.config.timeout_s))
+            shown = self.config.credentials() if self.config.address is not None else {}
+            client = await stack.enter_async_context(
+                AsyncClient(origin.address, timeout_s=self.config.timeout_s, **shown)
+            )
             service = Service(self, name, client, origin, (await client.get_model()).vocab_size)
             await service.warm_up()
             if self.config.plot is not None:

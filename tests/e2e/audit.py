@@ -10,6 +10,7 @@ import asyncio
 import time
 
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.doors import Pass
 from runtime.rpc import create_channel
 
 REPORT_INTERVAL_S = 1.0
@@ -23,19 +24,21 @@ def is_idle(load: inference_pb2.WorkerLoad) -> bool:
     return not (load.num_queued or load.num_running or load.num_leases or pool.used or pool.accounted)
 
 
-async def seconds_until_idle(addresses: list[str], limit_s: float) -> float:
+async def seconds_until_idle(addresses: list[str], shown: Pass, limit_s: float) -> float:
     """How long it takes from now until all workers are idle and stay so; watches for `limit_s` and one report more.
+    `shown` is what they ask of callers.
 
     AssertionError, showing the load, for a worker that is not.
     """
-    return max(await asyncio.gather(*(_watch(address, limit_s + 1.5 * REPORT_INTERVAL_S) for address in addresses)))
+    watched_s = limit_s + 1.5 * REPORT_INTERVAL_S
+    return max(await asyncio.gather(*(_watch(address, shown, watched_s) for address in addresses)))
 
 
-async def _watch(address: str, watched_s: float) -> float:
+async def _watch(address: str, shown: Pass, watched_s: float) -> float:
     started_s = time.monotonic()
     idle_after_s: float | None = None
     report = None
-    async with create_channel(address) as channel:
+    async with create_channel(address, shown) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
         try:
             async with asyncio.timeout(watched_s):

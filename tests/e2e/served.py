@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.topology import choose_ports
+from runtime.doors import Pass
 
 BATON = str(Path(sys.executable).with_name("baton"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,9 +68,29 @@ class Served:
             self._news.wait_for(lambda: self._ended or self._count(start) >= count, limit_s)
             assert self._count(start) >= count, f"{start!r} was not printed: {self._lines}\n{self.errors()}"
 
+    def wait_for_output(self, text: str, limit_s: float) -> None:
+        """Returns when `text` was printed; AssertionError if that does not happen."""
+        with self._news:
+            assert self._news.wait_for(lambda: any(text in line for line in self._lines), limit_s), f"no {text!r}"
+
     def errors(self) -> str:
         """Everything on its standard error so far."""
         return self._errors.read_text()
+
+    def flag(self, process: str, name: str) -> str:
+        """What a process was told by the flag --`name`."""
+        words = Path(f"/proc/{self.pids[process]}/cmdline").read_text().split("\0")
+        return next(word.partition("=")[2] for word in words if word.startswith(f"--{name}="))
+
+    def shown(self) -> Pass:
+        """What workers ask of callers."""
+        secret = Path(self.flag("decode-0", "cluster-secret-file")).read_text().strip()
+        return Pass(bearer=lambda: secret)
+
+    def output(self) -> str:
+        """Everything on its standard output so far."""
+        with self._news:
+            return "".join(self._lines)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""

@@ -31,7 +31,7 @@ def test_cancelling_200_streams_at_random_moments(system: Served, measured: Call
     moments = [rng.choice(("time", "message", "end")) for _ in found]
     limit_s = idle_limit_s(system.address)
     streams = [_Stream(prompt, moment, rng.random()) for prompt, moment in zip(found, moments, strict=True)]
-    idle_s = asyncio.run(_cancel_all(system.address, streams, limit_s))
+    idle_s = asyncio.run(_cancel_all(system, streams, limit_s))
     silent = sum(stream.num_tokens == 0 for stream in streams)
     measured(
         f"200 cancelled streams, {silent} of them before their first token: all workers idle after {idle_s:.2f} s, "
@@ -68,12 +68,12 @@ class _Stream:
                             return
 
 
-async def _cancel_all(address: str, streams: list[_Stream], limit_s: float) -> float:
+async def _cancel_all(system: Served, streams: list[_Stream], limit_s: float) -> float:
     """The seconds from the last cancellation until the workers were idle."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(system.address) as client:
         addresses = [worker.address for worker in await client.workers()]
         await asyncio.gather(*(stream.read_and_leave(client) for stream in streams))
-        return await seconds_until_idle(addresses, limit_s)
+        return await seconds_until_idle(addresses, system.shown(), limit_s)
 
 
 def test_killed_client_process_leaves_nothing(system: Served, measured: Callable[[str], None]) -> None:
@@ -84,7 +84,7 @@ def test_killed_client_process_leaves_nothing(system: Served, measured: Callable
     with subprocess.Popen([sys.executable, script, system.address, "16"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "open\n"
         process.kill()
-    idle_s = asyncio.run(seconds_until_idle(addresses, limit_s))
+    idle_s = asyncio.run(seconds_until_idle(addresses, system.shown(), limit_s))
     measured(f"killed client with 16 streams: all workers idle after {idle_s:.2f} s, the limit being {limit_s:.2f} s")
     assert idle_s <= limit_s
     with Client(system.address) as client:

@@ -15,7 +15,7 @@ from runtime.rpc import ErrorInterceptor
 class MemoryServer:
     """In place of `runtime.rpc.Server`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         self.handlers: dict[str, Any] = {}
         self.running: dict[asyncio.Task[None], None] = {}
         self.serving: dict[str, bool] = {}
@@ -38,7 +38,7 @@ class MemoryServer:
         """As the product's."""
         self.serving[service_name] = serving
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, health_port: int | None = None) -> int:
         """As the product's."""
         for method, handler in self.handlers.items():
             self.handlers[method] = await _intercepted(method, handler)

@@ -273,7 +273,7 @@ async def _nothing_left(loop: VirtualLoop) -> None:
 def _replaced(loop: VirtualLoop, network: Network, seed: int, has_probes: bool) -> Iterator[None]:
     """The product over this loop and network; what it logs as an error is one of the loop's."""
 
-    def channel(address: str) -> Channel:
+    def channel(address: str, _: object) -> Channel:
         return Channel(network, PROCESS.get(), address)
 
     handler = _ErrorHandler(loop)

@@ -29,6 +29,7 @@ from router import fleet as router_fleet
 from router.config import RouterConfig
 from router.model import open_text_model
 from router.process import RunningRouter, serving
+from runtime.doors import NO_PASS, Pass
 from runtime.rpc import create_channel
 from runtime.status import StatusReporter
 
@@ -77,10 +78,10 @@ async def collect(call: Any, num_before: int = 0) -> Reply:
     return Reply(text, tokens, finish, request_id, num_messages)
 
 
-async def load_of(address: str, is_wanted: Any, limit_s: float) -> worker_pb2.WatchResponse:
+async def load_of(address: str, is_wanted: Any, limit_s: float, shown: Pass = NO_PASS) -> worker_pb2.WatchResponse:
     """Waits until a worker reports a load that `is_wanted`; AssertionError with the last report when it does not."""
     last = None
-    async with create_channel(address) as channel:
+    async with create_channel(address, shown) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
         try:
             async with asyncio.timeout(limit_s):
@@ -117,14 +118,15 @@ class Cluster:
     async def balanced(self, limit_s: float = 1.0) -> None:
         """Waits until no worker holds anything, then audits the pools."""
         for worker in (*self.prefills, *self.decodes):
-            await load_of(worker.address, holds_nothing, limit_s)
+            await load_of(worker.address, holds_nothing, limit_s, worker.parts.cluster.calling)
             worker.parts.holdings.pool.check(worker.parts.holdings.references())
             assert worker.role.live_attempts() == 0
             assert not worker.stepping.done()
 
     async def until_running(self) -> None:
         """Waits until a decode worker runs something."""
-        await load_of(self.decodes[0].address, lambda load: load.num_running > 0, LIMIT_S)
+        decode = self.decodes[0]
+        await load_of(decode.address, lambda load: load.num_running > 0, LIMIT_S, decode.parts.cluster.calling)
 
 
 @contextlib.asynccontextmanager
@@ -135,10 +137,11 @@ async def cluster(
     worker: dict[str, Any] | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    shown: Pass = NO_PASS,
     **router: Any,
 ) -> AsyncIterator[Cluster]:
     """Starts workers and router and waits until every worker is proved. `worker` configures all workers, `prefill` and
-    `decode` those of a pool, everything else the router."""
+    `decode` those of a pool, `shown` is the client's pass, everything else configures the router."""
     async with contextlib.AsyncExitStack() as stack:
         if not num_prefill:
             # None will come: decode workers need not wait for one.
@@ -147,7 +150,7 @@ async def cluster(
         prefills = [await _start(stack, f"prefill-{i}", {**both, **(prefill or {})}) for i in range(num_prefill)]
         decodes = [await _start(stack, f"decode-{i}", {**both, **(decode or {})}) for i in range(num_decode)]
         running = await stack.enter_async_context(_router(prefills, decodes, **router))
-        channel = await stack.enter_async_context(create_channel(running.address))
+        channel = await stack.enter_async_context(create_channel(running.address, shown))
         yield Cluster(running, prefills, decodes, channel, inference_pb2_grpc.InferenceStub(channel))
 
 

@@ -13,10 +13,11 @@ from baton.topology import LOOPBACK, choose_ports
 class RedisServer:
     """One server process on a port of its own; its data dies with it."""
 
-    def __init__(self, host: str = LOOPBACK) -> None:
+    def __init__(self, host: str = LOOPBACK, password: str | None = None) -> None:
         self._host = host
         (self.port,) = choose_ports(1)
         self.url = f"redis://{host}:{self.port}/0"
+        self._password = password
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -25,10 +26,14 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when the server takes connections."""
-        argv = server_argv(find_binary(), self.port)
+        argv = [*server_argv(find_binary(), self.port), *([] if self._password is None else ["-"])]
         if self._host != LOOPBACK:
             argv += ["--bind", self._host, "--protected-mode", "no"]
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        with self._process.stdin:
+            if self._password is not None:
+                self._process.stdin.write(f"requirepass {self._password}\n".encode())
         assert self._process.stdout is not None
         lines = []
         for line in self._process.stdout:

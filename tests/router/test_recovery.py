@@ -11,6 +11,7 @@ from test_dispatch import InOrder, d, failing, p, system
 from protos import worker_pb2
 from router import breakers, recovery
 from router.links import Incarnation
+from router.policies.base import Wanted
 from runtime.errors import Aborted, Unavailable
 
 
@@ -20,7 +21,7 @@ class InTurn(InOrder):
     def __init__(self) -> None:
         self.num_picked = 0
 
-    def pick_prefill(self, candidates: Any) -> Incarnation:
+    def pick_prefill(self, candidates: Any, wanted: Wanted) -> Incarnation:
         self.num_picked += 1
         return sorted(candidates, key=lambda worker: worker.worker_id)[(self.num_picked - 1) % len(candidates)]
 

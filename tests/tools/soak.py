@@ -13,6 +13,7 @@ CHAOS_MINUTES = 5.0
 """Of chaos in each round."""
 FOLDERS = (
     "tests/engine",
+    "tests/doors",
     "tests/tracer",
     "tests/router",
     "tests/faults",
