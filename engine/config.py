@@ -51,7 +51,7 @@ class WorkerConfig:
     drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
     """How long SIGTERM waits for running requests before they are given back to the router."""
 
-    step_stall_s: float = field(default=2.0, metadata=_in("Worker", min=0))
+    step_stall_s: float = field(default=10.0, metadata=_in("Worker", min=0))
     """A step that stands still for so long, or four times what steps of its size lately took if that is more, makes
     routers leave this worker; after ten times that it ends itself. 0: never."""
     cluster_secret_file: Path | None = field(default=None, metadata=_in("Callers"))

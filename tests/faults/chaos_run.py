@@ -45,7 +45,7 @@ from protos import inference_pb2
 from runtime.errors import Unavailable
 
 POOLS = {"prefill": "prefill_svc", "decode": "decode_svc"}
-RETURN_LIMIT_S = 60.0
+RETURN_LIMIT_S = 180.0
 """How long a worker may take until routers see it serve again."""
 EMPTY_LIMIT_S = 15.0
 """How long workers may hold anything after the last answer: calls that were cut off end when packets pass again."""
