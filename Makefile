@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint protos bench soak
+.PHONY: help setup oracle demo serve test lint protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -43,8 +43,15 @@ demo: setup
 serve: setup
 	$(BIN)/baton serve $(MODEL)
 
-test: setup $(ORACLE)/.installed
+oracle: $(ORACLE)/.installed
+
+# All tests run in three processes, as tests/conftest.py divides them; what is asked for by name runs in one.
+test: setup oracle
+ifeq ($(PYTEST_ARGS),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 lint: setup
 	$(BIN)/ruff check .
