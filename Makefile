@@ -48,7 +48,7 @@ oracle: $(ORACLE)/.installed
 # All tests run in three processes, as tests/conftest.py divides them; what is asked for by name runs in one.
 test: setup oracle
 ifeq ($(PYTEST_ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist import is_xdist_worker
+from xdist.scheduler import LoadScopeScheduling
 
 PARTS = {
     "systems": {"e2e"},
@@ -40,14 +42,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[IS_NICE] = False
 
 
-@pytest.hookimpl(tryfirst=True)
+def part_of(path: PurePath) -> str:
+    """What a test in this file stays together with."""
+    return next((part for part, folders in PARTS.items() if path.parent.name in folders), path.stem)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What stays together, and the parts first, since they take longest."""
+    """The parts first, since they take longest."""
     order = {part: place for place, part in enumerate(PARTS)}
-    parts = {item: next((p for p in PARTS if item.path.parent.name in PARTS[p]), item.path.stem) for item in items}
-    for item, part in parts.items():
-        item.add_marker(pytest.mark.xdist_group(part))
-    items.sort(key=lambda item: order.get(parts[item], len(order)))
+    items.sort(key=lambda item: order.get(part_of(item.path), len(order)))
+
+
+class PartsScheduling(LoadScopeScheduling):
+    """Gives out parts and files, in the order of the tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return part_of(PurePath(nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PartsScheduling:
+    return PartsScheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
