@@ -17,6 +17,7 @@ help:
 	@echo "make demo    start the whole system, ask one question, show who answered, stop"
 	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
 	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
+	@echo "make oracle  create $(ORACLE), which some tests compare with; \`make test\` does"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
 	@echo "make soak    fault and property tests again and again, other random cases each time, for MINUTES=$(MINUTES)"
