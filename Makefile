@@ -10,13 +10,14 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint k8s-check protos bench soak
+.PHONY: help setup oracle demo serve test lint k8s-check protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
 	@echo "make demo    start the whole system, ask one question, show who answered, stop"
 	@echo "make serve   serve MODEL=$(MODEL) until Ctrl-C"
 	@echo "make test    all tests; PYTEST_ARGS='-k name' for some"
+	@echo "make oracle  create $(ORACLE), which some tests compare with; \`make test\` does"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
 	@echo "make k8s-check  render and validate deploy/ without a cluster; part of make test"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
@@ -44,8 +45,15 @@ demo: setup
 serve: setup
 	$(BIN)/baton serve $(MODEL)
 
-test: setup $(ORACLE)/.installed
+oracle: $(ORACLE)/.installed
+
+# All tests run in three processes, as tests/conftest.py divides them; what is asked for by name runs in one.
+test: setup oracle
+ifeq ($(PYTEST_ARGS),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
+else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 lint: setup
 	$(BIN)/ruff check .

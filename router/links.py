@@ -27,7 +27,10 @@ from runtime.rpc import create_channel, error_from_call
 LOG = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
 MIN_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 0.5
+"""A worker that is started again waits so long to be found; trying costs next to nothing."""
+REFUSED_BACKOFF_S = 2.0
+"""For workers of another model, which will hardly become one of ours."""
 TokenSink = Callable[[worker_pb2.DecodedToken], None]
 
 
@@ -168,8 +171,10 @@ class WorkerLink:
         backoff_s = MIN_BACKOFF_S
         while True:
             channel, previous, text = create_channel(self.address, self._shown), self.current, "it ended its streams"
+            limit_s = MAX_BACKOFF_S
             try:
-                await self._live(channel)
+                if not await self._live(channel):
+                    limit_s = REFUSED_BACKOFF_S
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 text = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
                 self._note_failure(error)
@@ -182,7 +187,7 @@ class WorkerLink:
                 LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))  # routers come one after another
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, limit_s)
 
     def _note_failure(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         """A worker that is not there yet is nothing to speak of; one that keeps this router out is."""
@@ -193,12 +198,12 @@ class WorkerLink:
             )
         self._was_kept_out = is_kept_out
 
-    async def _live(self, channel: grpc.aio.Channel) -> None:
-        """One incarnation, from Describe until a stream ends."""
+    async def _live(self, channel: grpc.aio.Channel) -> bool:
+        """One incarnation, from Describe until a stream ends. Whether it was one that this router can use."""
         worker = worker_pb2_grpc.WorkerStub(channel)
         description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
         if not self._accepts(description):
-            return
+            return False
         incarnation = Incarnation(self.address, channel, description)
         tasks = [asyncio.create_task(self._watch(worker, incarnation))]
         attached = asyncio.create_task(incarnation.attached.wait())
@@ -217,6 +222,7 @@ class WorkerLink:
             failures = await _end([attached, *tasks])
         if failures:
             raise failures[0]
+        return True
 
     async def _watch(self, worker: worker_pb2_grpc.WorkerStub, incarnation: Incarnation) -> None:
         """Reads reports until the stream ends or is silent."""

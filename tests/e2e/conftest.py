@@ -1,4 +1,4 @@
-"""The system that most tests of this folder share, answers given one at a time, and what was measured on the way."""
+"""The system that most tests of this folder share, and answers given one at a time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,8 @@ from served import Served
 
 from baton import Completion
 
-MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
 NUM_STREAMS = 64
 NUM_SAMPLED = 16
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MEASURED] = []
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Times and near-ties, which have no limit that a busy machine would keep, are shown."""
-    if config.stash[MEASURED]:
-        terminalreporter.section("measured end to end")
-        for line in config.stash[MEASURED]:
-            terminalreporter.write_line(line)
-
-
-@pytest.fixture(scope="session")
-def measured(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Notes a line for the summary."""
-    return pytestconfig.stash[MEASURED].append
 
 
 @pytest.fixture
@@ -61,9 +42,9 @@ def system(tmp_path_factory: pytest.TempPathFactory, measured: Callable[[str], N
 
 @pytest.fixture(scope="session")
 def greedy_requests() -> list[Asked]:
-    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 8 to 24 new ones, every fourth time 24."""
+    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 4 to 6 new ones, every fourth time 24."""
     found = prompts(varied_lengths(NUM_STREAMS, 300, seed=1), seed=2)
-    return [Asked(prompt, max_tokens=8 + index % 4 if index % 4 < 3 else 24) for index, prompt in enumerate(found)]
+    return [Asked(prompt, max_tokens=4 + index % 4 if index % 4 < 3 else 24) for index, prompt in enumerate(found)]
 
 
 @pytest.fixture(scope="session")

@@ -17,22 +17,29 @@ from ties import count_near_ties, logits_after, possible_draws
 from baton import Completion
 
 CONFIGURATIONS = {
-    "batch of 32": (),
-    "chunk 64": ("--chunk-size=64",),
-    "chunk 16": ("--chunk-size=16",),
-    "grpc": ("--kv-transports=grpc",),
-    "mixed": ("--num-prefill=0", "--num-decode=0", "--num-mixed=1"),
+    "chunk 64": ("shm", "--chunk-size=64"),
+    "chunk 16, grpc": ("grpc", "--chunk-size=16", "--kv-transports=grpc"),
+    "mixed": ("", "--num-prefill=0", "--num-decode=0", "--num-mixed=1"),
 }
+"""How KV comes to decode, and the flags."""
 Note = Callable[[str], None]
 
 
 def test_64_concurrent_streams_equal_one_at_a_time(
-    serve: Callable[..., Served], greedy_requests: list[Asked], greedy_alone: list[Completion], measured: Note
+    serve: Callable[..., Served],
+    greedy_requests: list[Asked],
+    greedy_alone: list[Completion],
+    sampled_requests: list[Asked],
+    sampled_alone: list[Completion],
+    measured: Note,
 ) -> None:
-    answers = ask_together(serve("--dtype=float32").address, greedy_requests)
-    assert len(answers) == 64 and not any(answer.usage.cached_tokens for answer in answers)
-    ties = count_near_ties(greedy_requests, greedy_alone, [answer.token_ids for answer in answers], "64 at once")
-    measured(f"64 concurrent streams against one at a time: {ties} answers part at near-ties")
+    """64 greedy ones, and the 16 sampled ones beside them, on a system that has nothing cached."""
+    requests, alone = [*greedy_requests, *sampled_requests], [*greedy_alone, *sampled_alone]
+    answers = ask_together(serve("--dtype=float32").address, requests)
+    assert len(answers) == 64 + 16 and {answer.served_by.transport for answer in answers} == {"shm"}
+    assert not any(answer.usage.cached_tokens for answer in answers)
+    ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], "80 at once")
+    measured(f"64 greedy streams and 16 sampled ones against one at a time: {ties} answers part at near-ties")
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -44,8 +51,9 @@ def test_answers_equal_those_given_alone(
 ) -> None:
     """16 greedy and 16 sampled requests at once, on a system that has nothing cached."""
     requests, alone = requests_and_answers
-    answers = ask_together(serve("--dtype=float32", *CONFIGURATIONS[name]).address, requests)
-    assert {answer.served_by.transport for answer in answers} == {{"grpc": "grpc", "mixed": ""}.get(name, "shm")}
+    transport, *flags = CONFIGURATIONS[name]
+    answers = ask_together(serve("--dtype=float32", *flags).address, requests)
+    assert {answer.served_by.transport for answer in answers} == {transport}
     assert not any(answer.usage.cached_tokens for answer in answers)
     ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], name)
     measured(f"equality, {name}: {ties} of {len(requests)} answers part at near-ties")

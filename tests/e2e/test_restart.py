@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 from asked import Asked, ask_together, prompts
 from served import Served, descendants, is_alive, pool_files
 from ties import count_near_ties
@@ -17,19 +18,24 @@ from baton import AsyncClient, Client
 RESTART_LIMIT_S = 60.0
 
 
-def test_streams_survive_the_death_of_their_decode_worker(
-    serve: Callable[..., Served], measured: Callable[[str], None]
-) -> None:
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A system of which every process dies once."""
+    served = Served(tmp_path_factory.mktemp("mortal"), "--dtype=float32")
+    yield served
+    served.close()
+
+
+def test_streams_survive_the_death_of_their_decode_worker(mortal: Served, measured: Callable[[str], None]) -> None:
     """SIGKILL under 4 streams that have begun: the worker is started again and the streams say what they would have."""
-    system = serve("--dtype=float32")
     seeds = (None, 1, None, 2)
     found = prompts([12, 40, 90, 140], seed=9)
     requests = [Asked(prompt, max_tokens=24, seed=seed) for prompt, seed in zip(found, seeds, strict=True)]
-    undisturbed = ask_together(system.address, requests)
-    first_pid = system.pids["decode-0"]
-    answers, num_attempts = asyncio.run(_ask_and_kill(system, requests))
+    undisturbed = ask_together(mortal.address, requests)
+    first_pid = mortal.pids["decode-0"]
+    answers, num_attempts = asyncio.run(_ask_and_kill(mortal, requests))
     assert min(num_attempts) >= 2
-    assert system.pids["decode-0"] != first_pid
+    assert mortal.pids["decode-0"] != first_pid
     ties = count_near_ties(requests, undisturbed, answers, "after a restart")
     measured(f"decode worker killed under 4 streams: {ties} answers part at near-ties")
 
@@ -60,17 +66,16 @@ async def _ask_and_kill(system: Served, requests: list[Asked]) -> tuple[list[lis
     return answers, num_attempts
 
 
-def test_every_process_is_started_again_and_serves(serve: Callable[..., Served]) -> None:
+def test_every_process_is_started_again_and_serves(mortal: Served) -> None:
     """Router, prefill worker and Redis, killed one after another."""
-    system = serve()
     for name, replaced in (("prefill-0", 1), ("router-0", 1), ("redis", 1)):
-        pid = system.pids[name]
+        pid = mortal.pids[name]
         os.kill(pid, signal.SIGKILL)
-        system.wait_for_line(f"{name}: killed by SIGKILL", RESTART_LIMIT_S, replaced)
+        mortal.wait_for_line(f"{name}: killed by SIGKILL", RESTART_LIMIT_S, replaced)
         # A line with the new process follows when it is ready.
-        system.wait_for_line(f"{name:<12} pid", RESTART_LIMIT_S, 1 + replaced)
-        assert system.pids[name] != pid
-        with Client(system.address, timeout_s=60) as client:
+        mortal.wait_for_line(f"{name:<12} pid", RESTART_LIMIT_S, 1 + replaced)
+        assert mortal.pids[name] != pid
+        with Client(mortal.address, timeout_s=60) as client:
             assert client.complete("One, two,", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
 
 

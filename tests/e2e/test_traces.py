@@ -1,6 +1,6 @@
 """One request, one trace, over three processes that were started as in a cluster: no supervisor, no Redis.
 
-Each process writes its spans as JSON to a standard output of its own.
+Each process writes its spans as JSON to a standard output of its own. The model is the tracer: spans know no other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}
 def start(folder: Path, module: str, address: str, *flags: str) -> subprocess.Popen[bytes]:
     """A process of the system that listens at `address` and writes what it says to files named after it."""
     port = address.rpartition(":")[2]
-    argv = [sys.executable, "-P", "-m", module, "--model=smollm2", f"--port={port}", "--trace-exporter=console", *flags]
+    argv = [sys.executable, "-P", "-m", module, "--model=tracer", f"--port={port}", "--trace-exporter=console", *flags]
     with (folder / f"{module}.stdout").open("wb") as output, (folder / f"{module}.stderr").open("wb") as errors:
         return subprocess.Popen(argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 

@@ -129,13 +129,14 @@ class System:
         return Process("router", name, port, f"--router-id={name}", *self._router_flags, *flags)
 
     def start(self) -> None:
-        """Starts what does not run and returns when the router is ready."""
+        """Starts what does not run and returns when all of it listens."""
         if not self.redis.is_running:
             self.redis.start()
-        for process in (*self.workers, self.router):
-            if not process.is_running:
-                process.start()
-                process.until("listening")
+        missing = [process for process in (*self.workers, self.router) if not process.is_running]
+        for process in missing:
+            process.start()
+        for process in missing:
+            process.until("listening")
         for process in self.workers:
             if process.is_stopped:
                 process.go_on()

@@ -45,8 +45,9 @@ def ops() -> Ops:
     return load_ops("cpu")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
+    """Whatever number the process is given for everything else."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -175,7 +176,7 @@ def test_a_verified_row_equals_a_decoded_one(ops: Ops) -> None:
         assert torch.equal(case.attend(ops)[-1:], case.only(0, last_rows=1).attend(ops))
 
 
-def test_threads_do_not_change_results(ops: Ops, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_change_results(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([(1, 2000), (3, 900), (1, 5000)])
     shared = case.attend(ops)
     torch.set_num_threads(1)
@@ -196,9 +197,7 @@ def test_nan_within_the_context_is_seen(ops: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (1, 576), (3, 7), (130, 576)])
-def test_norms_and_activation_equal_reference(
-    ops: Ops, two_threads: None, dtype: torch.dtype, num_rows: int, size: int
-) -> None:
+def test_norms_and_activation_equal_reference(ops: Ops, dtype: torch.dtype, num_rows: int, size: int) -> None:
     generator, reference = torch.Generator().manual_seed(size), load_ops("reference")
     x, residual = (torch.randn(num_rows, size, generator=generator).mul(3).to(dtype) for _ in range(2))
     weight, gate_up = torch.randn(size, generator=generator).to(dtype), torch.cat((x, residual), dim=1)
@@ -230,7 +229,7 @@ def test_activation_of_extreme_numbers(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_rope_equals_reference_on_separate_tensors(ops: Ops, two_threads: None, dtype: torch.dtype) -> None:
+def test_rope_equals_reference_on_separate_tensors(ops: Ops, dtype: torch.dtype) -> None:
     generator, reference = torch.Generator().manual_seed(5), load_ops("reference")
     num_rows = 70
     parts = [torch.randn(num_rows, heads, 80, generator=generator).to(dtype) for heads in (4, 2, 2)]

@@ -1,0 +1,59 @@
+"""The packaged model against `transformers`, in float32: by itself, and through the whole service.
+
+Both are asked the same, so the oracle's one pass over an answer judges both where they say the same; where they do not,
+what the service says is judged as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from asked import Asked, ask_together
+from judging import NUM_NEW_TOKENS, Answered, Oracle, answer, judge
+from served import Served
+
+from router.tokenizer import load_tokenizer
+from runtime.checkpoint import open_checkpoint
+
+LENGTHS = [5, 15, 16, 17, 31, 48, 64, 65, 100, 128, 150, 200, 255, 256, 300, 400, 512, 513, 1000, 1500]
+"""On and beside the edges of blocks and chunks."""
+
+
+@pytest.mark.timeout(600)
+def test_model_and_service_answer_as_the_oracle(
+    oracle: Oracle, tmp_path: Path, measured: Callable[[str], None]
+) -> None:
+    """20 prompts, 64 new tokens each, greedy; to the service they come all at once, and its tokens from decode."""
+    text = load_tokenizer(open_checkpoint("smollm2")).encode(chronicle(200), False)
+    starts = random.Random(5).sample(range(len(text) - max(LENGTHS)), len(LENGTHS))
+    prompts = [text[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
+    requests = [Asked(tuple(prompt), max_tokens=NUM_NEW_TOKENS) for prompt in prompts]
+    service = Served(tmp_path, "--dtype=float32")
+    try:
+        answers = ask_together(service.address, requests)
+    finally:
+        service.close()
+    served = [Answered(prompt, list(said.token_ids)) for prompt, said in zip(prompts, answers, strict=True)]
+    model = open_checkpoint("smollm2").path
+    alone = answer(model, prompts, chunk_size=512)
+    others = [by_service for by_service, mine in zip(served, alone, strict=True) if by_service.output != mine.output]
+    num_ties = judge(oracle, model, [*alone, *others], num_generated=2)
+    measured(
+        f"oracle: {num_ties} choices differ at near-ties, of {(len(alone) + len(others)) * NUM_NEW_TOKENS}; "
+        f"{len(others)} of {len(served)} answers of the service are not the model's own"
+    )
+
+
+def chronicle(num_sentences: int) -> str:
+    """Text of the same words every time, natural enough that the model is sure of some tokens and unsure of others."""
+    rng = random.Random(11)
+    towns, goods = ["Aldport", "Brenmoor", "Castle Hill", "Dunvale"], ["grain", "wool", "iron", "salt", "books"]
+    deeds = ["opened a school", "lost its bridge to the river", "sold more {} than ever", "ran out of {}", "taxed {}"]
+    return " ".join(
+        f"In {rng.randrange(1400, 1950)} the town of {rng.choice(towns)}, home to {rng.randrange(900, 90000)} people, "
+        f"{rng.choice(deeds).format(rng.choice(goods))}."
+        for _ in range(num_sentences)
+    )
