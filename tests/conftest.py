@@ -20,7 +20,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 PARTS = {
     "systems": {"e2e"},
-    "waiting": {"baton", "faults", "kvstore", "router", "runtime", "tracer"},
+    "waiting": {"baton", "doors", "faults", "kvstore", "router", "runtime", "tracer"},
     "models": {"model"},
     "texts": {"text"},
 }
