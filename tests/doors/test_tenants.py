@@ -92,7 +92,7 @@ async def test_sessions_names_and_workers_are_a_tenants_own(tmp_path: Path) -> N
         with held(c.decodes[0]):
             calls = [asyncio.ensure_future(collect(stub.Generate(turn))) for stub in (acme, bolt)]
             await c.until_running()
-            error = await failure(acme.Generate(turn))
+            error = await failure(acme.Generate(request_of(prompt=LONG, session_id="two", request_id="same")))
             assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         assert all(reply.tokens == expected(LONG, 8) for reply in await asyncio.gather(*calls))
         ending = inference_pb2.EndSessionRequest(session_id="one")

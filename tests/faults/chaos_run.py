@@ -185,7 +185,15 @@ class ChaosRun:
         routers = [
             ProcessSpec(
                 f"router-{i}",
-                (*_python("router"), f"--host={hub}", f"--port={port}", *shared, *flags, "--max-queue-wait-s=0"),
+                (
+                    *_python("router"),
+                    f"--host={hub}",
+                    "--allow-anonymous",
+                    f"--port={port}",
+                    *shared,
+                    *flags,
+                    "--max-queue-wait-s=0",
+                ),
                 gates_readiness=True,
             )
             for i, port in enumerate(ports)
@@ -202,6 +210,7 @@ class ChaosRun:
         argv = [
             *_python(POOLS[pool]),
             f"--host={host}",
+            "--allow-anonymous",
             f"--port={port}",
             f"--advertise-address={address}",
             f"--worker-id={name}",
