@@ -63,6 +63,7 @@ class StepLoop:
         self._observer = observer
         self._clock = clock
         self._refused_s = 0.0  # when memory was, last
+        self._growing: asyncio.Task[None] | None = None  # the pool, while steps go on
         self._wanted = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
@@ -79,6 +80,7 @@ class StepLoop:
             while True:
                 self._wanted.clear()
                 await self._grow_pool()
+                self._grow_ahead()
                 plan = self._scheduler.plan(self._clock())
                 self._observer.planned(plan)
                 if plan.slices:
@@ -89,6 +91,8 @@ class StepLoop:
         finally:
             self.step_clock.close()
             self._executor.shutdown(wait=True)
+            if self._growing is not None:
+                await asyncio.wait([self._growing])  # a thread cannot be stopped
 
     async def _step(self, plan: Plan) -> None:
         """Runs and commits a plan. If that fails its sequences run again, each alone, so that the one that is the cause
@@ -131,12 +135,35 @@ class StepLoop:
             num_growable = holdings.max_blocks - pool.num_total
             if num_missing <= 0 or num_growable <= 0:
                 return
+            if self._growing is not None:
+                await asyncio.shield(self._growing)
+                continue
             num_more = min(num_growable, max(num_missing, self._num_usual_more()))
             while num_more > 0 and not await self._commit_memory(pool.num_total + num_more):
                 # What was refused is not asked for again so soon; half of it may be had.
                 holdings.max_blocks, self._refused_s = pool.num_total + num_more - 1, self._clock()
                 num_more //= 2
             pool.grow(self._memory.num_blocks - pool.num_total)  # may be more than was asked for
+
+    def _grow_ahead(self) -> None:
+        """Begins to make the next huge pages usable while there are free blocks left: the system clears megabytes in
+        every plane, which would hold up a step for some tenths of a second."""
+        holdings, pool = self._scheduler.holdings, self._scheduler.holdings.pool
+        is_scarce = 2 * pool.num_free < self._memory.num_ahead
+        if is_scarce and self._growing is None and pool.num_total < holdings.max_blocks:
+            self._growing = asyncio.create_task(self._grow_beside_steps())
+
+    async def _grow_beside_steps(self) -> None:
+        holdings, pool = self._scheduler.holdings, self._scheduler.holdings.pool
+        try:
+            await asyncio.to_thread(self._memory.commit, pool.num_total + 1)
+            pool.grow(self._memory.num_blocks - pool.num_total)
+        except PoolMemoryFull as error:
+            LOG.warning("no memory for more KV: %s", error.message)
+            holdings.max_blocks, self._refused_s = pool.num_total, self._clock()
+        finally:
+            self._growing = None
+            self.wake()
 
     def _num_usual_more(self) -> int:
         """Blocks to grow by where fewer are missing: half as many again, until all seats have what is usual."""

@@ -133,6 +133,13 @@ class PoolMemory:
         self.num_blocks = num_blocks
         self._write_header(self._mapping)
 
+    @property
+    def num_ahead(self) -> int:
+        """Blocks of one huge page in each plane: making them usable takes long, so it should begin before they are
+        needed. 0 where planes are not of huge pages."""
+        size = self.layout.plane_block_bytes
+        return -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _is_aligned(self.layout, self.ceiling) else 0
+
     def close(self) -> None:
         """Removes the file and gives up the bytes; they go when the last array or tensor over them goes."""
         self._drop_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,7 @@ class MemoryOf:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_blocks = 0
+        self.num_ahead = 0
         self.num_refused = 0
         self.meanwhile: Callable[[], None] | None = None
 
@@ -208,3 +210,39 @@ async def test_nobody_is_preempted_for_blocks_that_memory_can_give():
         more = worker.add(250, first=600)
         await worker.until(lambda: all(each.is_over for each in (oldest, low, more, *arrived)))
     assert arrived and {each.state for each in (oldest, low, more, *arrived)} == {State.FINISHED}
+
+
+async def test_steps_go_on_while_the_next_pages_are_cleared():
+    memory, may_end = MemoryOf(200), threading.Event()
+    memory.num_ahead = 40
+    worker = Worker(24, 200, memory)
+    memory.meanwhile = lambda: may_end.wait(DEADLINE_S)
+    async with worker.running():
+        sequence = worker.add(40, first=100, max_tokens=12)  # leaves less than half of 40 blocks free
+        await worker.until(lambda: sequence.is_over)
+        assert worker.holdings.pool.num_total == 24, "the thread still waits"
+        may_end.set()
+        await worker.until(lambda: worker.holdings.pool.num_total > 24)
+    assert sequence.state is State.FINISHED
+
+
+async def test_what_is_missing_waits_for_pages_that_are_being_cleared():
+    memory = MemoryOf(200)
+    memory.num_ahead = 40
+    worker = Worker(12, 200, memory)
+    async with worker.running():
+        first, second = worker.add(20, first=100), worker.add(60, first=300)
+        await worker.until(lambda: first.is_over and second.is_over)
+    assert (first.state, second.state) == (State.FINISHED, State.FINISHED)
+
+
+async def test_pages_that_are_refused_ahead_of_need_harm_nobody():
+    memory = MemoryOf(12)
+    memory.num_ahead = 40
+    worker = Worker(12, 200, memory)
+    async with worker.running():
+        sequence = worker.add(20, first=100)
+        await worker.until(lambda: sequence.is_over)
+        await worker.until(lambda: worker.loop._growing is None)
+    assert sequence.state is State.FINISHED
+    assert memory.num_refused == 1, "not asked again so soon"
