@@ -109,15 +109,19 @@ def handoff_figures(outcomes: Sequence[Outcome], transport: str) -> dict[str, Fi
 
 
 async def _router(run: Run) -> list[Row]:
-    """What a token costs the router, with many streams over a model that costs little itself."""
+    """What a token costs the router, with many streams over a model that costs little itself; and what it costs two."""
     num_streams = known(run.sizes.max_concurrency)
-    async with run.service(max_num_seqs=num_streams, max_num_tokens=max(512, num_streams)) as service:
-        asks = service.draw()
-        async with service.phase("router") as phase:
-            await phase.load.closed("all", asks, num_streams)
-    cpu_s, num_tokens = phase.router_cpu_s, phase.num_tokens
-    cost = None if cpu_s is None or not num_tokens else 1e6 * cpu_s / num_tokens
-    return [phase.row("router", figures={"router_cpu_us_per_token": cost, "router_cpu_s": cpu_s})]
+    rows: list[Row] = []
+    for name, num_routers in (("router", 1), ("two-routers", 2)):
+        options = {"num_routers": num_routers, "max_num_seqs": num_streams, "max_num_tokens": max(512, num_streams)}
+        async with run.service(name, **options) as service:
+            asks = service.draw()
+            async with service.phase(name) as phase:
+                await phase.load.closed("all", asks, num_streams)
+        cpu_s, num_tokens = phase.router_cpu_s, phase.num_tokens
+        cost = None if cpu_s is None or not num_tokens else 1e6 * cpu_s / num_tokens
+        rows.append(phase.row(name, figures={"router_cpu_us_per_token": cost, "router_cpu_s": cpu_s}))
+    return rows
 
 
 COMPARISONS = (

@@ -60,9 +60,10 @@ class Outcome:
 class Load:
     """Sends requests and keeps their outcomes by label."""
 
-    def __init__(self, client: AsyncClient, on_token: Callable[[], None]) -> None:
-        """`on_token` is called for each message with tokens and each end, so that someone can show progress."""
-        self._client = client
+    def __init__(self, clients: Sequence[AsyncClient], on_token: Callable[[], None]) -> None:
+        """Requests go to `clients` in turn. `on_token` is called for each message with tokens and each end, so that
+        someone can show progress."""
+        self._clients = itertools.cycle(clients)
         self._on_token = on_token
         self.outcomes: dict[str, list[Outcome]] = {}
         """What came of the requests, by label, in order of their ends."""
@@ -124,7 +125,7 @@ class Load:
         token_ids: list[int] = []
         finish: Finish | None = None
         failure: BatonError | None = None
-        stream = self._client.generate(
+        stream = next(self._clients).generate(
             prompt_token_ids=ask.prompt_token_ids,
             priority=ask.priority,
             session_id=ask.session_id,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -112,10 +112,13 @@ class Phase:
 class Service:
     """A service that can be put under load."""
 
-    def __init__(self, run: Run, name: str, client: AsyncClient, origin: system.System, vocab_size: int) -> None:
+    def __init__(
+        self, run: Run, name: str, clients: Sequence[AsyncClient], origin: system.System, vocab_size: int
+    ) -> None:
+        """`clients` are of its routers, which get requests in turn."""
         self._run = run
         self._name = name
-        self._client = client
+        self._clients = clients
         self._origin = origin
         self.asks = Asks(vocab_size, run.config.seed)
         """Draws prompts; every service of a run draws the same ones."""
@@ -132,7 +135,7 @@ class Service:
     async def phase(self, name: str) -> AsyncIterator[Phase]:
         """Measures what is sent in the block."""
         ticker = self._run.ticker
-        load = Load(self._client, lambda: ticker.show(lambda: _progress(f"{self._name} {name}", phase)))
+        load = Load(self._clients, lambda: ticker.show(lambda: _progress(f"{self._name} {name}", phase)))
         phase = Phase(name, load, read_slo(self._run.config.slo), time.monotonic())
         before = self._origin.cpu_times_s()
         yield phase
@@ -142,11 +145,12 @@ class Service:
         self._run.note(phase)
 
     async def warm_up(self) -> None:
-        """One short request, whose figures nobody looks at. Raises what it raised."""
-        load = Load(self._client, lambda: None)
-        outcome = await load.send("warm-up", self.asks.one(*WARM_UP))
-        if outcome.finish is None:
-            raise ConfigError(f"the service does not answer: {outcome.error}")
+        """One short request to each router, whose figures nobody looks at. Raises what it raised."""
+        load = Load(self._clients, lambda: None)
+        for _ in self._clients:
+            outcome = await load.send("warm-up", self.asks.one(*WARM_UP))
+            if outcome.finish is None:
+                raise ConfigError(f"the service does not answer: {outcome.error}")
 
 
 @dataclass(slots=True)
@@ -176,19 +180,20 @@ class Run:
         """A warm service with these options of `baton serve`, or the one at --address."""
         async with contextlib.AsyncExitStack() as stack:
             if self.config.address is not None:
-                origin = system.System(self.config.address, {})
+                origin = system.System((self.config.address,), {})
             else:
                 serve = self.serve_config(options)
                 self.ticker.show(lambda: f"starting {name or self.model}")
                 origin = await stack.enter_async_context(system.started(serve, self._on_change))
             shown = self.config.credentials() if self.config.address is not None else {}
-            client = await stack.enter_async_context(
-                AsyncClient(origin.address, timeout_s=self.config.timeout_s, **shown)
-            )
-            service = Service(self, name, client, origin, (await client.get_model()).vocab_size)
+            clients = [
+                await stack.enter_async_context(AsyncClient(address, timeout_s=self.config.timeout_s, **shown))
+                for address in origin.addresses
+            ]
+            service = Service(self, name, clients, origin, (await clients[0].get_model()).vocab_size)
             await service.warm_up()
             if self.config.plot is not None:
-                await stack.enter_async_context(_beside(system.poll(client, name, self.samples)))
+                await stack.enter_async_context(_beside(system.poll(clients[0], name, self.samples)))
             yield service
 
     def serve_config(self, options: Mapping[str, object]) -> ServeConfig:

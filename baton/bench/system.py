@@ -51,8 +51,8 @@ class Sample:
 class System:
     """A service and, where it was started here, its processes."""
 
-    address: str
-    """Of its first router."""
+    addresses: tuple[str, ...]
+    """Of its routers."""
     pids: Mapping[str, int]
     """Process ids by name; empty where the service is someone else's."""
 
@@ -76,7 +76,7 @@ async def started(config: ServeConfig, on_change: Callable[[Change], None]) -> A
         on_change(change)
 
     async with running(config, note) as system:
-        yield System(system.topology.addresses[0], pids)
+        yield System(tuple(system.topology.addresses), pids)
 
 
 def session_cpu_times_s(pids: Iterable[int]) -> dict[int, float] | None:
