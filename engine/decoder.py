@@ -2,7 +2,8 @@
 
 Owns prepared weights and the order of operations; families differ by their `DecoderSpec` (see `engine.models`). Does
 not own KV storage: each layer's cache is an argument. Invariants: query, key and value are one projection, gate and up
-are another, both joined at load; after the last attention only the rows that sample are computed further.
+are another, both joined at load; after the last attention only the rows that sample are computed further, unless the
+device takes all layers at once.
 """
 
 from __future__ import annotations

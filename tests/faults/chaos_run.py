@@ -34,7 +34,7 @@ from chaos_plan import (
     tracer_answer,
     tracer_requests,
 )
-from chaos_ways import Ways
+from chaos_ways import Namespaces, Ways
 from cluster import holds_nothing, load_of
 from redis_process import RedisServer
 
@@ -261,7 +261,7 @@ class ChaosRun:
 
     def _kinds(self, pool: str) -> dict[str, int]:
         """What may befall workers of a pool."""
-        return WORKER_KINDS | PARTED if pool == "prefill" and self._ways.can_part else WORKER_KINDS
+        return WORKER_KINDS | PARTED if pool == "prefill" and isinstance(self._ways, Namespaces) else WORKER_KINDS
 
     async def _thread(self, drawn: Iterator[Fault], strike: Callable[[Fault], Awaitable[None]]) -> None:
         ends_s = time.monotonic() + self._settings.duration_s
@@ -289,6 +289,7 @@ class ChaosRun:
             await asyncio.sleep(fault.duration_s)
             await self._ways.mend(name)
         else:
+            assert isinstance(self._ways, Namespaces), "a proxy cannot part two workers from each other alone"
             await self._ways.part(name, "decode-0")
             await asyncio.sleep(fault.duration_s)
             await self._ways.join(name, "decode-0")

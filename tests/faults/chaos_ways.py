@@ -29,8 +29,6 @@ class Ways(ABC):
 
     hub = "127.0.0.1"
     """Where Redis and the routers listen."""
-    can_part = False
-    """Whether two workers can be parted from each other alone."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -51,14 +49,6 @@ class Ways(ABC):
     @abstractmethod
     async def mend(self, name: str) -> None:
         """Undoes `cut`."""
-
-    async def part(self, one: str, other: str) -> None:
-        """Nothing passes between two workers."""
-        raise NotImplementedError
-
-    async def join(self, one: str, other: str) -> None:
-        """Undoes `part`."""
-        raise NotImplementedError
 
     @abstractmethod
     async def close(self) -> None:
@@ -98,7 +88,6 @@ class Namespaces(Ways):
     """A network for each worker, joined by a bridge."""
 
     hub = "10.77.0.1"
-    can_part = True
 
     def __init__(self) -> None:
         self._hosts: dict[str, str] = {}

@@ -49,8 +49,8 @@ def weights_mib(dtype: str) -> float:
     return num_elements * {"float32": 4, "bfloat16": 2, "float16": 2}[model_spec(checkpoint, dtype).dtype] / 2**20
 
 
-def start_once(options: list[str]) -> tuple[float, dict[str, int]]:
-    """Seconds until ready, and process ids by name; the system is stopped again by the caller's SIGTERM."""
+def start_once(options: list[str]) -> float:
+    """Seconds until ready; prints what the workers hold then, and stops them."""
     began_s = time.monotonic()
     argv = [sys.executable, "-m", "baton", "serve", MODEL, "--port=0", "--drain-timeout-s=1", *options]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as serving:
@@ -71,14 +71,14 @@ def start_once(options: list[str]) -> tuple[float, dict[str, int]]:
                     f"  {name}: {resident:.0f} MiB resident, {pool:.0f} of them KV, {beyond:.0f} beyond weights and KV"
                 )
         serving.terminate()
-    return seconds, pids
+    return seconds
 
 
 def main(times: str = "3", *options: str) -> None:
     """Prints a line for each start and worker."""
     for index in range(int(times)):
         print(f"start {index + 1}")
-        seconds, _ = start_once(list(options))
+        seconds = start_once(list(options))
         print(f"  ready after {seconds:.2f} s")
 
 
