@@ -26,6 +26,8 @@ LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
 MAX_USUAL_GROWTH_BLOCKS = 256
 """Most blocks to grow by where fewer are missing: no step should wait long for pages to be cleared."""
+IDLE_SEQUENCE_TOKENS = 512
+"""For every sequence of a step so many tokens' memory is taken while there is nothing to compute."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
 
@@ -87,6 +89,7 @@ class StepLoop:
                     await self._step(plan)
                 else:
                     holdings.pool.check(holdings.references())
+                    self._grow_idle()
                     await self._wanted.wait()
         finally:
             self.step_clock.close()
@@ -148,9 +151,19 @@ class StepLoop:
     def _grow_ahead(self) -> None:
         """Begins to make the next huge pages usable while there are free blocks left: the system clears megabytes in
         every plane, which would hold up a step for some tenths of a second."""
-        holdings, pool = self._scheduler.holdings, self._scheduler.holdings.pool
-        is_scarce = 2 * pool.num_free < self._memory.num_ahead
-        if is_scarce and self._growing is None and pool.num_total < holdings.max_blocks:
+        if 2 * self._scheduler.holdings.pool.num_free < self._memory.num_ahead:
+            self._begin_growing()
+
+    def _grow_idle(self) -> None:
+        """While nothing is computed, takes what full steps of usual sequences need: then no stream will wait for it."""
+        holdings, limits = self._scheduler.holdings, self._scheduler.limits
+        usual = limits.batch_size * holdings.num_blocks(IDLE_SEQUENCE_TOKENS)
+        if self._memory.num_ahead and holdings.pool.num_total < usual:
+            self._begin_growing()
+
+    def _begin_growing(self) -> None:
+        holdings = self._scheduler.holdings
+        if self._growing is None and holdings.pool.num_total < holdings.max_blocks:
             self._growing = asyncio.create_task(self._grow_beside_steps())
 
     async def _grow_beside_steps(self) -> None:

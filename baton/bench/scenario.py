@@ -192,6 +192,8 @@ class Run:
             ]
             service = Service(self, name, clients, origin, (await clients[0].get_model()).vocab_size)
             await service.warm_up()
+            if self.config.address is None:
+                await system.until_settled(clients[0])
             if self.config.plot is not None:
                 await stack.enter_async_context(_beside(system.poll(clients[0], name, self.samples)))
             yield service

@@ -25,6 +25,10 @@ from runtime.errors import BatonError
 PROC = Path("/proc")
 POLL_S = 0.2
 """Between two looks at the workers' load."""
+SETTLED_S = 1.0
+"""A service has settled once its pools have had the same sizes for so long."""
+MAX_SETTLING_S = 20.0
+"""Longest wait for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,17 @@ async def started(config: ServeConfig, on_change: Callable[[Change], None]) -> A
 
     async with running(config, note) as system:
         yield System(tuple(system.topology.addresses), pids)
+
+
+async def until_settled(client: AsyncClient) -> None:
+    """Waits until workers have taken the memory that they take while idle: what is measured is a service that is up."""
+    started_s = same_since_s = time.monotonic()
+    sizes: list[int] = []
+    while time.monotonic() < min(same_since_s + SETTLED_S, started_s + MAX_SETTLING_S):
+        now = [status.load.pool.total for status in await client.workers()]
+        if now != sizes:
+            sizes, same_since_s = now, time.monotonic()
+        await asyncio.sleep(POLL_S)
 
 
 def session_cpu_times_s(pids: Iterable[int]) -> dict[int, float] | None:
