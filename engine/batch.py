@@ -7,6 +7,7 @@ before them through its block table. Plain Python: schedulers, the tracer and te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,4 +60,8 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> list[Sample]:
         """Writes the KV of every packed token to its slot and answers one sample for each of `batch.sample_rows`."""
+        ...
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """From now on steps call this now and then, where another number of threads may go on."""
         ...

@@ -2,7 +2,8 @@
 
 1. Each worker owns CPUs. The board is a small file that all of them map: for each, when its last step ended.
 2. Before a step a worker writes that it is busy, and takes its own CPUs and those of workers that have no steps.
-3. A step keeps what it took to its end. So an owner that gets work shares its CPUs for one step of a borrower at most.
+3. Between layers it looks whether the owners still have none, and gives back what they want. So an owner that gets
+   work shares its CPUs for a few layers of a borrower's step at most.
 
 Owns the board, how many threads torch computes with and where the thread that runs steps may run. Helper threads of an
 OpenMP team inherit its place when the team grows, and end when it shrinks. A worker that was killed within a step
@@ -46,6 +47,7 @@ class CoreBoard:
         self._shares = shares
         self._slot = slot
         self._clock = clock
+        self._lenders: list[int] = []  # to this worker's step
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         if len(self._map) != SLOT_BYTES * len(shares):
@@ -58,12 +60,21 @@ class CoreBoard:
         self._busy_until_s[self._slot] = math.inf
         idle_since_s = self._clock() - LINGER_S
         own = self._shares[self._slot]
-        lent, needed = set[int](), set[int]()
+        lent, needed, self._lenders = set[int](), set[int](), []
         for slot, share in enumerate(self._shares):
-            if slot != self._slot:
-                (lent if self._busy_until_s[slot] < idle_since_s else needed).update(share)
+            if slot == self._slot:
+                continue
+            if self._busy_until_s[slot] < idle_since_s:
+                lent.update(share)
+                self._lenders.append(slot)
+            else:
+                needed.update(share)
         # Workers may share CPUs: one of them at work is enough to keep them.
         return own | (lent - needed)
+
+    def is_wanted_back(self) -> bool:
+        """Whether a worker whose CPUs this step took is busy by now."""
+        return any(self._busy_until_s[slot] == math.inf for slot in self._lenders)
 
     def end_step(self) -> None:
         """Says that no step runs here now."""
@@ -83,15 +94,32 @@ class LendingRunner(Runner):
         self._board = board
         self._set_num_threads = set_num_threads
         self._cpus: frozenset[int] = frozenset()
+        runner.call_between_layers(self._give_back)
 
     def run(self, batch: Batch) -> list[Sample]:
         """As the runner itself."""
         cpus = self._board.begin_step()
         try:
-            if cpus != self._cpus:
-                os.sched_setaffinity(0, cpus)  # of the calling thread alone
-                self._set_num_threads(len(cpus))
-                self._cpus = cpus
+            self._use(cpus)
             return self._runner.run(batch)
         finally:
             self._board.end_step()
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """Beside what it does there itself."""
+
+        def both() -> None:
+            self._give_back()
+            call()
+
+        self._runner.call_between_layers(both)
+
+    def _give_back(self) -> None:
+        if self._board.is_wanted_back():
+            self._use(self._cpus & self._board.begin_step())  # less at most, while a step runs
+
+    def _use(self, cpus: frozenset[int]) -> None:
+        if cpus != self._cpus:
+            os.sched_setaffinity(0, cpus)  # of the calling thread alone
+            self._set_num_threads(len(cpus))
+            self._cpus = cpus

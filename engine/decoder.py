@@ -78,6 +78,7 @@ class Decoder(ABC):
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             gated = ops.silu_mul(ops.linear(normed, layer.gate_up))  # [T, I]
             normed, hidden = ops.add_rms_norm(ops.linear(gated, layer.down), hidden, next_norm, eps)
+            ops.between_layers()
         return ops.linear(normed, self._head).float()  # [S, V]
 
     def _attend(

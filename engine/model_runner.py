@@ -7,6 +7,7 @@ step reads and writes is named by its batch alone; between steps a runner holds 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,10 @@ class ModelRunner:
         with torch.inference_mode():
             logits = self.logits(batch)
             return sampler.sample(logits, batch.sample_rows)
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """See `engine.batch.Runner`."""
+        self._ops.call_between_layers(call)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The forward pass of `run`: logits [S, V] float32 of the rows that sample. Called in inference mode."""

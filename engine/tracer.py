@@ -9,7 +9,7 @@ what it says are printable ASCII characters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -87,6 +87,9 @@ class TracerRunner:
             self._slots[:, slots] = records(batch.token_ids[begin:end], batch.positions[begin], self._num_planes)
         owners = {end - 1: index for index, end in enumerate(batch.query_starts[1:])}
         return [self._sample(batch, owners[row.row], row) for row in batch.sample_rows]
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """It has no layers."""
 
     def _sample(self, batch: Batch, index: int, row: SampleRow) -> Sample:
         read = self._blocks[:, batch.block_tables[index]]  # [num_planes, blocks, block_size * 8]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,7 +114,7 @@ class LayerStack(ABC):
         """Embedded tokens [T, H], through all layers and the final norm: [T, H], valid until the next call.
 
         `rope` is what `Ops.rope_rows` answered; the caches of all layers are as for `Ops.rope_and_write_kv`. The KV of
-        all T tokens is written.
+        all T tokens is written. `Ops.between_layers` is called now and then.
         """
 
 
@@ -128,6 +128,15 @@ class Ops(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         """Where all tensors given to the operations live."""
+        self._between_layers: Callable[[], None] = lambda: None
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """From now on steps make this call between layers; it may change the number of torch's threads."""
+        self._between_layers = call
+
+    def between_layers(self) -> None:
+        """Makes that call, if there is one."""
+        self._between_layers()
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
         """Called once before a model of this shape runs: whatever its first step would otherwise wait for."""

@@ -95,7 +95,7 @@ class Ops(reference.Ops):
             return None
         from kernels.cpu.layers import fuse
 
-        stack = fuse(self._compiled, self._few_rows, layers, final_norm, shape)
+        stack = fuse(self._compiled, self._few_rows, layers, final_norm, shape, self.between_layers)
         LOG.info("layers of few rows run %s", "one by one" if stack is None else "in one call")
         return stack
 

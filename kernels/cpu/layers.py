@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from kernels.cpu.threads import SHARE, Kernel, barrier
 
 WORDS = 16
 """Room for one kernel's arguments."""
+NUM_PARTS = 6
+"""A program runs in so many parts, between which the number of threads may change; starting threads costs little."""
 I64 = np.int64(0)
 
 
@@ -82,6 +85,7 @@ def fuse(
     layers: Sequence[DecoderLayer],
     final_norm: Tensor,
     shape: DecoderShape,
+    between_layers: Callable[[], None],
 ) -> LayerProgram | None:
     """The program of a model; None if a linear layer is held in a form that no kernel here multiplies with."""
     max_rows = 0
@@ -90,7 +94,7 @@ def fuse(
             if not isinstance(weights, PackedWeights | PackedInt8Weights) or not products.is_tiled(weights):
                 return None
             max_rows = min(max_rows or weights.max_rows, weights.max_rows)
-    return LayerProgram(ops, products, layers, final_norm, shape, max_rows)
+    return LayerProgram(ops, products, layers, final_norm, shape, max_rows, between_layers)
 
 
 class LayerProgram(LayerStack):
@@ -104,11 +108,13 @@ class LayerProgram(LayerStack):
         final_norm: Tensor,
         shape: DecoderShape,
         max_rows: int,
+        between_layers: Callable[[], None],
     ) -> None:
         self._ops, self._products = ops, products
         self._layers, self._final_norm, self._shape = layers, final_norm, shape
         self._max_rows = max_rows
         self._run = make_run(I64, ops.revision)
+        self._between_layers = between_layers
         self._program: Program | None = None
         self._num_threads = 0
         self._cache_addresses: tuple[int, ...] = ()
@@ -153,7 +159,10 @@ class LayerProgram(LayerStack):
         program.set(Late.MERGES, items.merges.buffer_info()[0])
         program.set(Late.NUM_MERGES, len(items.merges) // attention.MERGE_WORDS)
         program.set(Late.PARTIALS, self._partials.data_ptr())
-        self._run(program.address, num_threads * SHARE)
+        for index, part in enumerate(program.parts):
+            if index:
+                self._between_layers()
+            self._run(part, torch.get_num_threads() * SHARE)
         return self._buffers.normed[:num_rows]
 
     def _build(self, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor]) -> Program:
@@ -168,7 +177,11 @@ class LayerProgram(LayerStack):
         )
         following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         self._add_norm_of_heads(program, buffers.hidden, buffers.normed, self._layers[0].input_norm, 1)
-        for layer, next_norm, keys, values in zip(self._layers, following, key_caches, value_caches, strict=True):
+        part_size = -(-len(self._layers) // NUM_PARTS)
+        each = zip(self._layers, following, key_caches, value_caches, strict=True)
+        for index, (layer, next_norm, keys, values) in enumerate(each):
+            if index and index % part_size == 0:
+                program.end_part()
             self._add_attention(program, layer, attend, keys, values)
             self._add_sum_and_norm(program, layer.post_attention_norm)
             self._add_product(program, buffers.normed, layer.gate_up, buffers.gate_up)
@@ -266,8 +279,9 @@ class Program:
         self._functions: list[int] = []
         self._packed: list[bytes] = []
         self._late: dict[Late, list[int]] = {name: [] for name in Late}
-        self.address = 0
-        """Of what `make_run` wants, once finished."""
+        self._starts = [0]
+        self.parts: tuple[int, ...] = ()
+        """Addresses of what `make_run` wants, part by part, once finished."""
 
     def add(self, kernel: Kernel, layout: struct.Struct, *arguments: int | float | Tensor | Late | None) -> None:
         """A kernel and its arguments: numbers, tensors for their addresses (None: 0), and what comes late."""
@@ -282,15 +296,24 @@ class Program:
         self._functions.append(kernel.address)
         self._packed.append(layout.pack(*values).ljust(8 * WORDS, b"\0"))
 
+    def end_part(self) -> None:
+        """What is added from now on belongs to the next part."""
+        self._starts.append(len(self._functions))
+
     def finish(self) -> None:
         """Nothing is added from now on."""
         self._words = np.frombuffer(bytearray(b"".join(self._packed)), dtype=np.int64)
         self._places = {name: np.array(places, dtype=np.int64) for name, places in self._late.items()}
         self._addresses = np.array(self._functions, dtype=np.int64)
+        functions, words = self._addresses.ctypes.data, self._words.ctypes.data
         self._arguments = np.array(
-            [self._addresses.ctypes.data, self._words.ctypes.data, len(self._functions)], dtype=np.int64
+            [
+                (functions + 8 * start, words + 8 * WORDS * start, end - start)
+                for start, end in pairwise([*self._starts, len(self._functions)])
+            ],
+            dtype=np.int64,
         )
-        self.address = self._arguments.ctypes.data
+        self.parts = tuple(row.ctypes.data for row in self._arguments)
 
     def set(self, name: Late, value: int) -> None:
         """Gives a late argument its value, wherever it stands."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,22 +124,59 @@ class Failing:
 
     def __init__(self) -> None:
         self.affinities: list[set[int]] = []
+        self.affinities_at_end: list[set[int]] = []
+        self.meanwhile: Callable[[], object] = lambda: None
         self.fails = False
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        self.between_layers = call
 
     def run(self, batch: Batch) -> list[Sample]:
         self.affinities.append(os.sched_getaffinity(0))
+        self.meanwhile()
+        self.between_layers()
+        self.affinities_at_end.append(os.sched_getaffinity(0))
         if self.fails:
             raise RuntimeError("the device is gone")
         return []
 
 
-def test_steps_run_where_they_may_and_other_threads_stay_where_they_are(tmp_path: Path) -> None:
+def two_shares() -> tuple[frozenset[int], ...]:
     mine = os.sched_getaffinity(0)
     if len(mine) < 2:
-        shares: tuple[frozenset[int], ...] = (frozenset(mine), frozenset(mine))
-    else:
-        first, second, *_ = sorted(mine)
-        shares = (frozenset({first}), frozenset({second}))
+        return (frozenset(mine), frozenset(mine))
+    first, second, *_ = sorted(mine)
+    return (frozenset({first}), frozenset({second}))
+
+
+def test_a_step_gives_back_what_its_owner_wants_and_takes_no_more(tmp_path: Path) -> None:
+    shares = two_shares()
+    create_board(tmp_path / "board", 2)
+    clock = Clock()
+    boards = [CoreBoard(tmp_path / "board", slot, shares, clock) for slot in range(2)]
+    inner, numbers = Failing(), list[int]()
+    runner = LendingRunner(inner, boards[0], numbers.append)
+
+    def steps() -> None:
+        clock.now_s += 1
+        inner.meanwhile = boards[1].begin_step
+        runner.run(Batch())
+        inner.meanwhile = lambda: (boards[1].end_step(), setattr(clock, "now_s", clock.now_s + 1))
+        runner.run(Batch())
+        inner.meanwhile = lambda: None
+        runner.run(Batch())
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    both = shares[0] | shares[1]
+    assert inner.affinities == [both, shares[0], both]
+    assert inner.affinities_at_end == [shares[0], shares[0], both], "back at once; more only with the next step"
+    assert numbers == ([2, 1, 2] if len(both) > 1 else [1])
+
+
+def test_steps_run_where_they_may_and_other_threads_stay_where_they_are(tmp_path: Path) -> None:
+    mine, shares = os.sched_getaffinity(0), two_shares()
     create_board(tmp_path / "board", 2)
     clock = Clock()
     boards = [CoreBoard(tmp_path / "board", slot, shares, clock) for slot in range(2)]

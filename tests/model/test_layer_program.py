@@ -120,3 +120,21 @@ def test_threads_and_caches_may_change_between_steps(tmp_path: Path, restored_th
         new.copy_(old)
     runner.cache = other
     assert torch.equal(both_ways(runner, batch)[0], expected)
+
+
+def test_threads_given_back_between_layers_change_nothing(tmp_path: Path, restored_threads: None) -> None:
+    runner = make_runner(tmp_path, "llama-gqa-tied", "none")
+    batch = mixed_batch(Driver(runner, [length + 64 for length in LENGTHS]), [1, 16, 1, 1, 9, 1, 1])
+    torch.set_num_threads(1)
+    expected = both_ways(runner, batch)
+    counts: list[int] = []
+
+    def give_back() -> None:
+        counts.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+
+    runner.call_between_layers(give_back)
+    torch.set_num_threads(2)
+    found = both_ways(runner, batch)
+    assert counts[0] == 2 and set(counts[1:]) == {1}
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
