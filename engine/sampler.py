@@ -56,10 +56,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
     """
     if not rows:
         return []
-    require_finite(logits, rows)
-    if all(takes_highest(row) for row in rows):
-        token_ids = logits.argmax(dim=-1)  # [S]
-    else:
+    highest, token_ids = logits.max(dim=-1)  # [S], [S]; several times as fast as argmax
+    require_finite(highest, rows)
+    if not all(takes_highest(row) for row in rows):
         # Not every device has float64, and what follows is small work.
         logits = logits.cpu()
         token_ids = choose(logits, rows)
@@ -69,9 +68,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
     ]
 
 
-def require_finite(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Raises LogitsNotFinite unless the highest of each row [V] of logits [S, V] is a finite number."""
-    finite = logits.amax(dim=-1).isfinite().tolist()  # NaN counts as the highest
+def require_finite(highest: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Raises LogitsNotFinite unless the highest logit of each row, [S], is a finite number; NaN counts as such."""
+    finite = highest.isfinite().tolist()
     if not all(finite):
         raise LogitsNotFinite([row for row, sound in zip(rows, finite, strict=True) if not sound])
 
@@ -91,8 +90,8 @@ def has_penalties(sampling: SamplingParams) -> bool:
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Token ids [S] int64 for logits [S, V] on the CPU, by all the steps."""
     adjusted = torch.stack([adjust(logits[index], row) for index, row in enumerate(rows)])  # [S, V]
-    require_finite(adjusted, rows)
-    token_ids = adjusted.argmax(dim=-1)  # [S]
+    highest, token_ids = adjusted.max(dim=-1)  # [S], [S]
+    require_finite(highest, rows)
     drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if drawing:
         weights = torch.stack([weigh(adjusted[index], rows[index].sampling) for index in drawing])  # [R, V] float64
