@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from kernels import AttentionMetadata
 from kernels.cpu import attention, elementwise
 from kernels.cpu.chunks import attend_chunk
+from kernels.cpu.few_rows import load_tiles
 from kernels.cpu.simd import widest_vector
 from kernels.cpu.threads import Kernel, find_parallel, revision
 from kernels.reference import Chunk
@@ -32,6 +34,15 @@ CHUNK_ROWS = 32
 NO_WINDOW = 1 << 40
 NORM, ADD_NORM, SILU_MUL = struct.Struct("8qf4x"), struct.Struct("5qf4x"), struct.Struct("4q")
 ROPE, ATTEND, MERGE = struct.Struct("15q"), struct.Struct("11qf4x3q"), struct.Struct("5q")
+
+
+def load_tiled_attention() -> Any:
+    """The attention kernel for the matrix unit; None where that is not to be had."""
+    if load_tiles() is None:
+        return None
+    from kernels.cpu import tiled_attention
+
+    return tiled_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class CompiledOps:
         self.revision = revision()
         """See `threads.revision`."""
         self._widest_vector = widest_vector()
+        self._tiles = load_tiled_attention()
         threads = "torch's threads" if find_parallel() is not None else "one thread"
         LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
@@ -180,7 +192,7 @@ class CompiledOps:
         _, block_size, num_kv_heads, _ = key_cache.shape
         tables = metadata.block_tables
         assert query.stride(1) == head_dim and query.stride(2) == 1 and tables.is_contiguous()
-        num_floats = torch.get_num_threads() * attention.scratch_floats(num_heads, head_dim)
+        num_floats = torch.get_num_threads() * self.scratch_floats(num_heads, num_kv_heads, head_dim)
         if self._scratch.numel() < num_floats:
             self._scratch = torch.empty(num_floats)
         num_floats = items.num_partials * num_heads * (head_dim + 2)
@@ -206,9 +218,20 @@ class CompiledOps:
         self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
     ) -> Kernel:
         """What attends over contexts in place."""
+        group = num_heads // num_kv_heads
+        tiles = self._tiles if dtype == torch.bfloat16 else None
+        if tiles is not None and tiles.fits(num_kv_heads, group, head_dim, block_size):
+            return self.kernel(tiles.make_tiled_attend, dtype, head_dim, group, num_kv_heads)
         # Vectors split a head evenly, and the keys of a block.
         lanes = gcd(self._widest_vector, head_dim, block_size)
-        return self.kernel(attention.make_attend, dtype, head_dim, num_heads // num_kv_heads, lanes)
+        return self.kernel(attention.make_attend, dtype, head_dim, group, lanes)
+
+    def scratch_floats(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+        """float32 elements that each thread of it needs."""
+        needed = attention.scratch_floats(num_heads, head_dim)
+        if self._tiles is None:
+            return needed
+        return max(needed, int(self._tiles.scratch_floats(num_kv_heads, num_heads // num_kv_heads, head_dim)))
 
     def kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:
         """A kernel for a type of elements, and whatever else it is made for."""

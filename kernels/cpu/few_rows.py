@@ -43,8 +43,11 @@ def load_few_rows() -> FewRows | None:
     return FewRows(rows)
 
 
-def _load_tiles(features: dict[str, bool]) -> Any:
+def load_tiles() -> Any:
     """The kernels for the matrix unit; None where there is none, or where the system does not give it."""
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
     names = ("amx-tile", "amx-bf16", "amx-int8", "avx512bf16")
     if not all(features.get(name, False) for name in names) or not torch.cpu._init_amx():
         return None
@@ -64,7 +67,7 @@ class FewRows:
 
         self._rows = rows
         features = binding.get_host_cpu_features()
-        self._tiles = _load_tiles(features)
+        self._tiles = load_tiles()
         self._has_vectors = bool(features.get("avx512f", False))
         self._has_int8_products = bool(features.get("avx512vnni", False))
         self._revision = revision()

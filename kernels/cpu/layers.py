@@ -173,7 +173,7 @@ class LayerProgram(LayerStack):
         self._tile_share = self._products.tile_share
         self._tile_scratch = torch.empty(self._num_threads * self._tile_share, dtype=torch.uint8)
         self._attend_scratch = torch.empty(
-            self._num_threads * attention.scratch_floats(shape.num_heads, shape.head_dim)
+            self._num_threads * self._ops.scratch_floats(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         )
         following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         self._add_norm_of_heads(program, buffers.hidden, buffers.normed, self._layers[0].input_norm, 1)

@@ -42,14 +42,14 @@ ADDRESS = BYTE.as_pointer()
 F32 = np.float32(0)
 
 
-def _call(builder: Any, name: str, *arguments: Any) -> None:
+def call(builder: Any, name: str, *arguments: Any) -> None:
     """An instruction of the matrix unit; numbers in `arguments` are those of tiles."""
     values = [ir.Constant(BYTE, argument) if isinstance(argument, int) else argument for argument in arguments]
     signature = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     builder.call(cgutils.get_or_insert_function(builder.module, signature, f"llvm.x86.{name}"), values)
 
 
-def _at(builder: Any, address: Any, offset: Any = 0) -> Any:
+def at(builder: Any, address: Any, offset: Any = 0) -> Any:
     moved_by = ir.Constant(LONG, offset) if isinstance(offset, int) else offset
     return builder.inttoptr(builder.add(address, moved_by), ADDRESS)
 
@@ -59,7 +59,7 @@ def load_config(typing_context: Any, address: Any) -> Any:
     """Sets the tiles' sizes from 64 bytes at an address, and clears them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "ldtilecfg", _at(builder, arguments[0]))
+        call(builder, "ldtilecfg", at(builder, arguments[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -70,7 +70,7 @@ def release_tiles(typing_context: Any) -> Any:
     """Gives the tiles up, so that a change of threads need not save them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "tilerelease")
+        call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -90,22 +90,22 @@ def make_product(instruction: str, pitch: int, num_inputs: int) -> Any:
             distance = ir.Constant(LONG, pitch)
             inputs = [rows, builder.add(rows, builder.mul(stride, ir.Constant(LONG, TILE)))][:num_inputs]
             for tile in SUMS[: 2 * num_inputs]:
-                _call(builder, "tilezero", tile)
+                call(builder, "tilezero", tile)
             with cgutils.for_range(builder, num_steps) as loop:
                 part = builder.add(weights, builder.mul(loop.index, ir.Constant(LONG, TILE * pitch)))
                 along = builder.mul(loop.index, ir.Constant(LONG, 64))
                 for tile, offset in zip(WEIGHTS, (0, 64), strict=True):
-                    _call(builder, "tileloadd64", tile, _at(builder, part, offset), distance)
+                    call(builder, "tileloadd64", tile, at(builder, part, offset), distance)
                 for row in range(TILE):
                     for line in (0, 64):
-                        _fetch(builder, _at(builder, part, AHEAD + row * pitch + line))
+                        _fetch(builder, at(builder, part, AHEAD + row * pitch + line))
                 for index, source in enumerate(inputs):
-                    _call(builder, "tileloadd64", INPUTS[index], _at(builder, source, along), stride)
+                    call(builder, "tileloadd64", INPUTS[index], at(builder, source, along), stride)
                     for column, weight in enumerate(WEIGHTS):
-                        _call(builder, instruction, SUMS[2 * index + column], INPUTS[index], weight)
+                        call(builder, instruction, SUMS[2 * index + column], INPUTS[index], weight)
             for tile in SUMS[: 2 * num_inputs]:
                 place = 4 * COLUMNS * TILE * (tile // 2) + 64 * (tile % 2)
-                _call(builder, "tilestored64", tile, _at(builder, sums, place), ir.Constant(LONG, 4 * COLUMNS))
+                call(builder, "tilestored64", tile, at(builder, sums, place), ir.Constant(LONG, 4 * COLUMNS))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -132,10 +132,10 @@ def narrow_rows(typing_context: Any, sums: Any, num_rows: Any, to: Any, stride: 
             builder.module, ir.FunctionType(short, [wide, wide]), "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         )
         with cgutils.for_range(builder, num_rows) as loop:
-            row = _at(builder, sums, builder.mul(loop.index, ir.Constant(LONG, 4 * COLUMNS)))
+            row = at(builder, sums, builder.mul(loop.index, ir.Constant(LONG, 4 * COLUMNS)))
             halves = builder.bitcast(row, wide.as_pointer())
             low, high = (builder.load(builder.gep(halves, [INDEX(index)]), align=4) for index in range(2))
-            place = builder.bitcast(_at(builder, to, builder.mul(loop.index, stride)), short.as_pointer())
+            place = builder.bitcast(at(builder, to, builder.mul(loop.index, stride)), short.as_pointer())
             builder.store(builder.call(convert, [high, low]), place, align=2)
         return context.get_dummy_value()
 

@@ -18,7 +18,7 @@ import torch
 
 import kernels.cpu
 from kernels import AttentionMetadata, Ops, load_ops
-from kernels.cpu import threads
+from kernels.cpu import compiled, threads
 from kernels.cpu.compiled import CHUNK_ROWS, CompiledOps
 
 BLOCK_SIZE = 16
@@ -128,6 +128,9 @@ def make_case(
 
 SHAPES = [(9, 3, 64, torch.float32), (2, 2, 80, torch.float32), (8, 1, 96, torch.float32), (6, 2, 128, torch.float32)]
 SHAPES += [(9, 3, 64, torch.bfloat16), (8, 1, 96, torch.bfloat16), (9, 3, 64, torch.float16), (2, 2, 80, torch.float16)]
+# More heads than a tile has columns, more elements than registers hold, as many query heads as fit, and one too many.
+SHAPES += [(32, 8, 64, torch.bfloat16), (6, 2, 128, torch.bfloat16), (16, 1, 32, torch.bfloat16)]
+SHAPES += [(17, 1, 32, torch.bfloat16), (2, 2, 80, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
@@ -152,12 +155,21 @@ def test_long_contexts_equal_reference(ops: Ops, num_rows: int, dtype: torch.dty
     torch.testing.assert_close(result.float(), case.attend(load_ops("reference")), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [1, 12, 128])
-def test_attention_over_blocks_of_other_sizes(ops: Ops, block_size: int) -> None:
+def test_attention_over_blocks_of_other_sizes(ops: Ops, block_size: int, dtype: torch.dtype) -> None:
     case = make_case(MIXED, block_size=block_size)
     for window in (None, 20):
-        expected = case.attend(load_ops("reference"), window)
-        torch.testing.assert_close(case.attend(ops, window), expected, atol=3e-6, rtol=3e-6)
+        expected, result = case.attend(load_ops("reference"), window), case.to(dtype).attend(ops, window)
+        torch.testing.assert_close(result.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_bfloat16_without_a_matrix_unit(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(compiled, "load_tiled_attention", lambda: None)
+    case = make_case(MIXED)
+    result = case.to(torch.bfloat16).attend(load_ops("cpu"), window)
+    torch.testing.assert_close(result.float(), case.attend(load_ops("reference"), window), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,14 +182,16 @@ def test_rows_do_not_depend_on_their_neighbours(ops: Ops, dtype: torch.dtype, wi
         row += num_rows
 
 
-def test_a_verified_row_equals_a_decoded_one(ops: Ops) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_verified_row_equals_a_decoded_one(ops: Ops, dtype: torch.dtype) -> None:
     for num_rows, context in [(2, 17), (8, 300), (5, 257), (CHUNK_ROWS - 1, 600)]:
-        case = make_case([(num_rows, context)])
+        case = make_case([(num_rows, context)]).to(dtype)
         assert torch.equal(case.attend(ops)[-1:], case.only(0, last_rows=1).attend(ops))
 
 
-def test_threads_do_not_change_results(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case([(1, 2000), (3, 900), (1, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_results(ops: Ops, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    case = make_case([(1, 2000), (3, 900), (1, 5000)]).to(dtype)
     shared = case.attend(ops)
     torch.set_num_threads(1)
     assert torch.equal(case.attend(ops), shared)
