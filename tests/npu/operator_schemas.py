@@ -1,4 +1,4 @@
-"""Schemas of the NPU operators that Baton calls, as torch-npu registers them.
+"""Schemas of the NPU operators that Baton calls, and of `npu_top_k_top_p`, as torch-npu registers them.
 
 Owns the text, and nothing of what it means. `test_npu_wheel.py` compares it with what is inside a published wheel. In
 torch-npu 2.10.0.post4 and 2.13.0 these schemas are the same.

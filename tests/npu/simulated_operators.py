@@ -65,6 +65,8 @@ class SimulatedOperators:
     def _counted(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.num_calls[name] += 1
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            require(all(tensor.numel() for tensor in tensors), f"{name}: an empty tensor")
             if name in self.refused and self.refused[name](args[0]):
                 raise RuntimeError(f"{name}: not supported by this device")
             return operator(*args, **kwargs)
