@@ -52,7 +52,7 @@ class ServeConfig:
     quantization: Literal["none", "int8"] | None = field(default=None, metadata=_in("Model"))
     """"int8" computes linear layers with weights and inputs rounded to 8 bits: faster, and almost as exact."""
     device: str | None = field(default=None, metadata=_in("Model"))
-    """Where workers compute: cpu; npu or cuda, a device for each worker, counted from 0; npu:N or cuda:N, all on one."""
+    """Where workers compute: cpu; npu or cuda, a device for each worker, counted from 0; npu:N, cuda:N, all on one."""
     decode_graphs: bool | None = field(default=None, metadata=_in("Model"))
     """On NPUs, record steps of decode and replay them."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))

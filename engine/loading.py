@@ -80,7 +80,7 @@ def open_model(
     device: str = "cpu",
     max_graph_rows: int = 0,
 ) -> ModelParts:
-    """Finds a model, and its device, and reads what is needed before its weights. Raises CheckpointError or ConfigError.
+    """Finds a model and its device, reads what is needed before its weights. Raises CheckpointError or ConfigError.
 
     Steps of up to `max_graph_rows` single rows are recorded where the device can. The tracer has neither a choice of
     dtype or device nor anything to quantise.

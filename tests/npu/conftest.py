@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 # Tiny models and what drives them; workers on real sockets.
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("model", "tracer")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 
 from simulated_device import SimulatedNpu, torch_npu
+from simulated_host import Npu
 from simulated_operators import SimulatedOperators
 
 from kernels.npu import opening
-
-
-@dataclass(frozen=True)
-class Npu:
-    """The simulated host."""
-
-    operators: SimulatedOperators
-    """Its operators, with their counts."""
-    device: SimulatedNpu
-    """Its devices."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

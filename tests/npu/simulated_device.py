@@ -52,7 +52,7 @@ class NPUGraph:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.num_replays = 0
-        self.is_recorded = self.follows_lists = False
+        self.is_recorded = self.follows_lists = self.is_updated = False
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
         """Exchanges host arguments of the attention calls: the same for all of them, or one dict each."""
@@ -65,10 +65,14 @@ class NPUGraph:
             unknown = changed.keys() - call.kwargs.keys()
             require(not unknown, f"update: {unknown} were not given by name")
             call.kwargs.update(changed)
+        self.is_updated = True
 
     def replay(self) -> None:
         """Runs it."""
         require(self.is_recorded, "replay: nothing is recorded")
+        waits = self.follows_lists and any(call.name == FUSED for call in self.calls)
+        require(self.is_updated or not waits, "replay: attention waits for an update, once for each replay")
+        self.is_updated = False
         self.num_replays += 1
         for call in self.calls:
             call.run()
@@ -87,6 +91,8 @@ class Recorder(TorchDispatchMode):
         call = Call(func, args, kwargs, [])
         require(call.name not in HOST_READS, f"{call.name} waits for the host and cannot be recorded")
         require(call.name not in HOST_LISTS, f"{call.name}: its lengths would stay what they were")
+        if call.name == FUSED:
+            require(len(args) == 3 and "block_table" in kwargs, "query, key and value by position, all else by name")
         results = func(*args, **kwargs)
         call.results = tree_flatten(results)[0]
         self._graph.calls.append(call)

@@ -149,7 +149,9 @@ class SimulatedOperators:
         require_type("mask", mask, (query.dtype,))
         require_shape("mask", mask, query.shape[0], max(contexts))
         require_contiguous(mask=mask)
-        last_seen = [context - rows + row for rows, context in zip(query_lens, contexts, strict=True) for row in range(rows)]
+        last_seen = [
+            context - rows + row for rows, context in zip(query_lens, contexts, strict=True) for row in range(rows)
+        ]
         hidden = torch.arange(mask.shape[1]) > torch.tensor(last_seen)[:, None]  # [T, longest]
         expected = torch.zeros(mask.shape).masked_fill_(hidden, DROPPED[mask.dtype]).to(mask.dtype)
         require(torch.equal(mask, expected), f"mask must be 0 where keys are seen and {DROPPED[mask.dtype]} elsewhere")

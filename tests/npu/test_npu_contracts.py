@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Npu
 from contracts import ContractViolation
+from simulated_host import Npu
 
 BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, NUM_BLOCKS = 128, 64, 4, 2, 6
 Arguments = dict[str, Any]
@@ -138,9 +138,7 @@ def item(name: str, index: Any, value: float) -> Change:
 def with_heads(head_dim: int) -> Change:
     """A query and caches of another head size, consistent in themselves."""
     shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS * head_dim)
-    return change(
-        query=random(8, HEADS, head_dim), key=random(*shape), value=random(*shape), scale=head_dim**-0.5
-    )
+    return change(query=random(8, HEADS, head_dim), key=random(*shape), value=random(*shape), scale=head_dim**-0.5)
 
 
 def with_blocks(size: int) -> Change:
@@ -167,7 +165,7 @@ WRONG: list[tuple[str, str, Change]] = [
     (FUSED, "sparse_mode must be 3", change(sparse_mode=2)),
     (FUSED, "sparse_mode must be 3", lambda a: a.pop("sparse_mode")),
     (FUSED, "not simulated: layout", change(input_layout="BSH")),
-    (FUSED, "must be cumulative", change(actual_seq_lengths=[1, 3, 4])),
+    (FUSED, "the last must be T", change(actual_seq_lengths=[1, 3, 4])),
     (FUSED, "must be cumulative", change(actual_seq_lengths=[1, 1, 8])),
     (FUSED, "must be cumulative", change(actual_seq_lengths=[4, 3, 8])),
     (FUSED, "the last must be T", change(actual_seq_lengths=[1, 4, 7])),
@@ -268,7 +266,9 @@ def test_wrong_calls_are_caught(npu: Npu, name: str, message: str, wrong: Change
         call(name, arguments)
 
 
-@pytest.mark.parametrize(("name", "argument"), [(PAGED, "context_lens"), (SPLITFUSE, "context_lens"), (SPLITFUSE, "seq_len")])
+@pytest.mark.parametrize(
+    ("name", "argument"), [(PAGED, "context_lens"), (SPLITFUSE, "context_lens"), (SPLITFUSE, "seq_len")]
+)
 def test_lengths_on_the_device_are_caught(npu: Npu, name: str, argument: str) -> None:
     arguments = VALID[name][1]()
     npu.operators.placement.put_on_device(arguments["block_table"])
@@ -283,7 +283,7 @@ def test_lengths_on_the_device_are_caught(npu: Npu, name: str, argument: str) ->
     [
         ("npu_rms_norm", {"eps": 1e-5}, "eps"),
         ("npu_top_k_top_p", {"k": 5}, "Tensor"),
-        (FUSED, {"actual_seq_lengths": torch.tensor([1, 4, 8])}, "actual_seq_lengths"),
+        (FUSED, {"num_heads": 4.5}, "num_heads"),
         (PAGED, {"scale": 1.0}, "scale"),
     ],
 )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Npu
 from contracts import ContractViolation
 from model_driver import Driver
 from npu_runner import load_runner, write_tiny
 from simulated_device import NPUGraph
+from simulated_host import Npu
 
 from engine.batch import Batch
 from engine.decode_graphs import MAX_ROWS
@@ -124,16 +124,20 @@ def test_recordings_can_be_turned_off_and_are_not_made_where_they_would_be_wrong
 
 
 def test_without_its_lists_a_replay_would_be_wrong(npu: Npu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lengths that a step was recorded with stay, unless they are exchanged."""
+    """The lengths that a step was recorded with stay, unless they are exchanged; without that it does not begin."""
     eager, recorded = drivers(folder, [3, 127], 2)
     expected = logits(eager.runner, decode_step(eager, {0: 3, 1: 127}))
-    monkeypatch.setattr(NPUGraph, "update", lambda self, cpu_update_input: None)
+    true = NPUGraph.update
+    monkeypatch.setattr(NPUGraph, "update", lambda self, cpu_update_input: true(self, [{}]))
     assert not torch.equal(logits(recorded.runner, decode_step(recorded, {0: 3, 1: 127})), expected)
+    monkeypatch.setattr(NPUGraph, "update", lambda self, cpu_update_input: None)
+    with pytest.raises(ContractViolation, match="attention waits for an update, once for each replay"):
+        logits(recorded.runner, decode_step(recorded, {0: 3, 1: 127}))
 
 
 def test_what_a_device_cannot_record_is_caught(npu: Npu) -> None:
     device, ones = npu.device, torch.ones(3)
-    for forbidden in (lambda: ones.sum().item(), lambda: ones.nonzero(), lambda: torch.tensor([1, 2])):
+    for forbidden in (lambda: ones.sum().item(), ones.nonzero, lambda: torch.tensor([1, 2])):
         with pytest.raises(ContractViolation, match="cannot be recorded"), device.graph(NPUGraph()):
             forbidden()
     graph = NPUGraph()

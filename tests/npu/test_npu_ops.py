@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from conftest import Npu
+from simulated_host import Npu
 
 import kernels.npu
 from kernels import AttentionMetadata, load_ops, reference
@@ -39,9 +39,7 @@ class Case:
         return ops.paged_attention(self.query, self.keys, self.values, metadata, scale, window)
 
 
-def make_case(
-    sequences: list[tuple[int, int]], num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64
-) -> Case:
+def make_case(sequences: list[tuple[int, int]], num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64) -> Case:
     generator = torch.Generator().manual_seed(len(sequences))
     counts = [-(-context // BLOCK_SIZE) for _, context in sequences]
     ids = torch.randperm(sum(counts) + 2, generator=generator).tolist()

@@ -30,8 +30,30 @@ def canonical(schema: str) -> str:
 
 def schemas_of(library: bytes, name: str) -> set[str]:
     """All texts in a library that are a schema of this operator."""
-    found = re.findall(rb"(?<![\w.])" + name.encode() + rb"\([ -~]*?\) -> [ -~]+", library)
-    return {canonical(text.decode()) for text in found}
+    found, place = set(), -1
+    while (place := library.find(f"{name}(".encode(), place + 1)) >= 0:
+        text = re.match(rb"[ -~]+? -> [ -~]+", library[place : place + 10_000])
+        if text is not None and not re.match(rb"[\w.]", library[place - 1 : place]):
+            found.add(canonical(text[0].decode()))
+    return found
+
+
+def arguments_of(library: bytes, name: str) -> set[str]:
+    """The types of its arguments, as the names of compiled functions carry them."""
+    pattern = rb"CompileTimeFunctionPointerIF(\w+?)EXadL_ZN3atb%d%sE" % (len(name), name.encode())
+    return {found.decode() for found in re.findall(pattern, library)}
+
+
+def mangled(schema: str) -> str:
+    """The same, of a schema without a result."""
+    parts = []
+    for argument in torch._C.parse_schema(schema).arguments:
+        if str(argument.type) == "Tensor":
+            is_first, is_written = "RKN2at6TensorE" not in parts, argument.is_out or argument.alias_info is not None
+            parts.append("RS5_" if is_written else "RKN2at6TensorE" if is_first else "S7_")
+        else:
+            parts.append({"int": "l", "float": "d", "Optional[Tensor]": "RKSt8optionalIS5_E"}[str(argument.type)])
+    return "v" + "".join(parts)
 
 
 @pytest.mark.parametrize("namespace", LIBRARIES)
@@ -41,8 +63,11 @@ def test_schemas_are_those_of_the_wheel(wheel: str | None, namespace: str) -> No
     with zipfile.ZipFile(wheel) as archive:
         library = archive.read(LIBRARIES[namespace])
     for schema in {"npu": NPU, "atb": ATB}[namespace]:
-        found = schemas_of(library, name_of(schema))
-        assert canonical(schema) in found, f"{name_of(schema)}: the wheel has {found or 'none'}"
+        found, mine = schemas_of(library, name_of(schema)), canonical(schema)
+        if namespace == "atb" and not found:
+            # Some builds keep these texts in pieces; the types of arguments are in one.
+            found, mine = arguments_of(library, name_of(schema)), mangled(schema)
+        assert mine in found, f"{name_of(schema)}: {mine} is not in the wheel, which has {found or 'none'}"
 
 
 def test_other_schemas_are_told_apart() -> None:
@@ -52,3 +77,13 @@ def test_other_schemas_are_told_apart() -> None:
     for other in ("npu_swiglu(Tensor x, int dim=-1) -> Tensor", "npu_swiglu(Tensor input, int dim=1) -> Tensor"):
         assert canonical(other) not in schemas_of(library, "npu_swiglu")
     assert not schemas_of(library, "npu_rms_norm") and not schemas_of(library, "swiglu_v2")
+
+
+def test_types_of_arguments_are_told_apart() -> None:
+    schema = (
+        "_npu_x(Tensor query, Tensor cache, int heads, float scale, Tensor(a!) out, *, Tensor? workspace=None) -> ()"
+    )
+    name = "vRKN2at6TensorES7_ldRS5_RKSt8optionalIS5_E"
+    library = f"N3c10CompileTimeFunctionPointerIF{name}EXadL_ZN3atb6_npu_xES7_S7_ldS8_SC_EEEE".encode()
+    assert arguments_of(library, "_npu_x") == {mangled(schema)} == {name}
+    assert mangled(schema.replace("int heads", "float heads")) != name and not arguments_of(library, "_npu_y")
