@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.client import DEFAULT_ADDRESS
-from engine.config import check_device
 from runtime import config as configuration
+from runtime.devices import check_device
 from runtime.doors import check_cluster, check_exposure, read_token
 from runtime.errors import ConfigError
 from runtime.tls import check_files

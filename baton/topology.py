@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.options import ServeConfig, read_pool_options
-from runtime import huge_pages
+from runtime import devices, huge_pages
 from runtime.errors import Unavailable
 from runtime.host import OPENMP_SETTING
 from runtime.rpc import format_address
@@ -59,8 +59,6 @@ ROUTER_OPTIONS = (
     "tls_client_ca_file",
     "allow_anonymous",
 )
-ONE_DEVICE_EACH = ("npu", "cuda")
-"""Values of --device that give every worker a device, by its number."""
 SHARED_OPTIONS = ("cluster_secret_file", "redis_password_file")
 OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
 
@@ -211,12 +209,12 @@ def _worker(
 
 def _device_of(device: str, worker: int) -> str:
     """Of that worker; workers are counted over all pools."""
-    return f"{device}:{worker}" if device in ONE_DEVICE_EACH else device
+    return f"{device}:{worker}" if device in devices.KINDS else device
 
 
 def _memory_share(config: ServeConfig) -> float:
     """Of one worker: they all take from the same memory, unless each has a device of its own."""
-    if config.device in ONE_DEVICE_EACH:
+    if config.device in devices.KINDS:
         return config.kv_cache_gpu_mem_utilization
     num_workers = config.num_prefill + config.num_decode + config.num_mixed
     return max(0.001, config.kv_cache_gpu_mem_utilization / num_workers)
@@ -233,7 +231,8 @@ def _flags(config: ServeConfig, names: Iterable[str]) -> list[str]:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool):
-            flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+            if value != ServeConfig.__dataclass_fields__[name].default:
+                flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
         elif value is not None:
             flags.append(f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, tuple) else value}")
     return flags

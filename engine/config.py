@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from runtime.devices import check_device, device_kind
 from runtime.doors import check_cluster, check_exposure
 from runtime.errors import ConfigError
 
@@ -16,14 +16,6 @@ def _in(group: str, **metadata: object) -> dict[str, object]:
 
 
 NPU_BLOCK_SIZE = 128
-
-
-def check_device(device: str, model: str) -> None:
-    """Raises ConfigError for what is no device, or none for this model."""
-    if model == "tracer" and device != "cpu":
-        raise ConfigError(f"--device: the tracer computes nothing, so only cpu is accepted, got {device!r}")
-    if not re.fullmatch(r"cpu|(npu|cuda)(:\d{1,3})?", device):
-        raise ConfigError(f"--device: must be cpu, npu:N or cuda:N, got {device!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +150,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device, self.model)
-        if self.device_kind == "npu" and self.block_size != NPU_BLOCK_SIZE:
+        if device_kind(self.device) == "npu" and self.block_size != NPU_BLOCK_SIZE:
             raise ConfigError(
                 f"--kv-block-size: on an NPU attention reads blocks of {NPU_BLOCK_SIZE}, got {self.kv_block_size}"
             )
@@ -182,14 +174,9 @@ class WorkerConfig:
             )
 
     @property
-    def device_kind(self) -> str:
-        """The device without its number."""
-        return self.device.partition(":")[0]
-
-    @property
     def block_size(self) -> int:
         """Token positions in a KV block."""
-        return self.kv_block_size or (NPU_BLOCK_SIZE if self.device_kind == "npu" else 16)
+        return self.kv_block_size or (NPU_BLOCK_SIZE if device_kind(self.device) == "npu" else 16)
 
     def cpu_shares(self) -> list[frozenset[int]]:
         """The CPUs of each worker that lends and borrows, by slot."""

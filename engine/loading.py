@@ -18,6 +18,7 @@ from kvstore.layout import DTYPE_BYTES, KVLayout
 from kvstore.memory import BlockMemory, PoolMemory
 from runtime import huge_pages
 from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.devices import device_kind
 from runtime.errors import ConfigError
 from runtime.host import num_cpus
 
@@ -162,8 +163,7 @@ def _open_checkpoint(
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
     # numbers are rounded to 8 bits in other ways.
-    kind = device.partition(":")[0]
-    rounding = "int8-npu" if (kind, quantization) == ("npu", "int8") else quantization
+    rounding = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
     return TorchModel(
         name=served_model_name or checkpoint.name,
         architecture=spec.architecture,

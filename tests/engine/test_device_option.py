@@ -18,7 +18,7 @@ CALL: dict[str, Any] = {"prog": "worker", "description": "", "env": {}}
 @pytest.mark.parametrize("device", ["cpu", "npu", "npu:0", "npu:15", "cuda:1"])
 def test_devices_that_are_known(device: str) -> None:
     loaded = config.load(WorkerConfig, ["--model=m", f"--device={device}"], **CALL)
-    assert loaded.device == device and loaded.device_kind == device.partition(":")[0]
+    assert loaded.device == device
 
 
 @pytest.mark.parametrize("device", ["gpu", "npu:", "npu:x", "cpu:0", "npu:0,npu:1", "", "npu:-1", "cuda:1234"])

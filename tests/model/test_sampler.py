@@ -335,9 +335,9 @@ def test_few_likely_tokens_are_enough_where_top_k_says_so(vocab: int) -> None:
 def test_all_tokens_are_looked_at_where_they_may_matter(changes: dict[str, object]) -> None:
     logits = torch.randn(2, 3000)
     mixed = [row(LIKELY[0]), row(replace(LIKELY[0], **changes))]  # type: ignore[arg-type]
-    assert choose_among_likely(logits, mixed[:1]) is not None
+    assert choose_among_likely(logits[:1], mixed[:1]) is not None
     assert choose_among_likely(logits, mixed) is None
-    assert choose_among_likely(logits, [row(LIKELY[0], suppressed_token_ids=(5,))]) is None
+    assert choose_among_likely(logits[:1], [row(LIKELY[0], suppressed_token_ids=(5,))]) is None
 
 
 @pytest.mark.parametrize("params", [LIKELY[0], LIKELY[3]])
