@@ -42,6 +42,8 @@ def open_npu(index: int) -> torch.device:
     if "310" in name:
         raise DeviceUnavailable(f"npu:{index} is an {name}, which keeps KV in another form; Atlas A2 and A3 are known")
     npu.set_device(index)
+    npu.set_compile_mode(jit_compile=False)  # operators as CANN brings them, not compiled anew for each shape
+    npu.config.allow_internal_format = True  # without it a weight stays in the usual format
     return npu_device(index)
 
 

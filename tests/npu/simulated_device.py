@@ -109,6 +109,9 @@ class SimulatedNpu:
     total_bytes: int = 64 << 30
     entered: list[torch.device | int] = field(default_factory=list)
     """Arguments of `set_device`."""
+    jit_compile: bool = True
+    """As `set_compile_mode` left it."""
+    config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(allow_internal_format=False))
     NPUGraph = NPUGraph
     graphs: list[NPUGraph] = field(default_factory=list)
     """Those recorded."""
@@ -121,6 +124,9 @@ class SimulatedNpu:
 
     def set_device(self, device: torch.device | int) -> None:
         self.entered.append(device)
+
+    def set_compile_mode(self, jit_compile: bool) -> None:
+        self.jit_compile = jit_compile
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return self.free_bytes, self.total_bytes

@@ -28,6 +28,7 @@ GIB = 2**30
 def test_a_working_npu_is_opened(npu: Npu) -> None:
     ops = load_ops("npu", 0)
     assert type(ops).__module__ == "kernels.npu" and npu.device.entered == [0]
+    assert npu.device.config.allow_internal_format and not npu.device.jit_compile
     memory = ops.memory_bytes()
     assert memory is not None and (memory.free, memory.total) == (60 * GIB, 64 * GIB)
     ops.enter_thread()
