@@ -37,19 +37,18 @@ class LLM:
         model: str = "smollm2",
         config: Config | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         verbose: bool = False,
         **options: Any,
     ) -> None:
         """Starts the system and waits until it is ready.
 
-        `model`: a Hugging Face folder, a .gguf file or a packaged model. `options` are fields of `Config`
+        `model`: a Hugging Face folder, a .gguf file or a packaged model. `device` as of
+        `baton serve`: "cpu", "npu", "npu:0", ... `options` are fields of `Config`
         (`max_batch_size=32`, `num_decode=2`, ...) and replace those of `config`. `verbose` shows the start on standard
         error. Raises ConfigError for an option or device that is not supported, Unavailable or StartFailed when a
         process cannot start.
         """
-        if device != "cpu":
-            raise ConfigError(f"device: only 'cpu' is built so far, got {device!r}")
         known = {field.name for field in dataclasses.fields(Config)} - {"model"}
         unknown = sorted(options.keys() - known)
         if unknown:
@@ -61,6 +60,8 @@ class LLM:
         if base.max_queue_wait_s is None:
             # A call sends many prompts and waits for all: none should be refused for the time that the others take.
             base = dataclasses.replace(base, max_queue_wait_s=0.0)
+        if device is not None:
+            options["device"] = device
         self._config = dataclasses.replace(base, **{"model": model, "port": 0, **options})
         self._progress = Progress(sys.stderr) if verbose else None
         self._loop = asyncio.new_event_loop()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from baton.client import DEFAULT_ADDRESS
 from runtime import config as configuration
+from runtime.devices import check_device
 from runtime.doors import check_cluster, check_exposure, read_token
 from runtime.errors import ConfigError
 from runtime.tls import check_files
@@ -50,6 +51,10 @@ class ServeConfig:
     """Type of weights, activations and KV."""
     quantization: Literal["none", "int8"] | None = field(default=None, metadata=_in("Model"))
     """"int8" computes linear layers with weights and inputs rounded to 8 bits: faster, and almost as exact."""
+    device: str | None = field(default=None, metadata=_in("Model"))
+    """Where workers compute: cpu; npu or cuda, a device for each worker, counted from 0; npu:N, cuda:N, all on one."""
+    decode_graphs: bool | None = field(default=None, metadata=_in("Model"))
+    """On NPUs, record steps of decode and replay them."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
     """Most tokens of prompt and output together; default: what the model and the KV pool hold."""
 
@@ -71,7 +76,7 @@ class ServeConfig:
     """How long running requests may take to finish after SIGTERM or Ctrl-C."""
     kv_cache_gpu_mem_utilization: float = field(default=0.6, metadata=_in("Processes", min=0.01, max=0.95))
     """Part of this machine's memory, or of the container's if that is less, that the KV pools of all workers may grow
-    to together."""
+    to together; of each device's, where workers have one each."""
     lend_cores: bool = field(default=True, metadata=_in("Processes"))
     """Let a worker that has nothing to compute lend its cores to the others, until it has."""
 
@@ -142,6 +147,8 @@ class ServeConfig:
             raise ConfigError(
                 "--redis-password-file: needs --redis-url; a Redis that is started here gets one by itself"
             )
+        if self.device is not None:
+            check_device(self.device, self.model)
         check_files("--tls", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         has_door = self.tenants_file is not None or self.tls_client_ca_file is not None
         check_exposure(self.host, has_door, self.allow_anonymous, "--tenants-file or --tls-client-ca-file")

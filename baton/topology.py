@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.options import ServeConfig, read_pool_options
-from runtime import huge_pages
+from runtime import devices, huge_pages
 from runtime.errors import Unavailable
 from runtime.host import OPENMP_SETTING
 from runtime.rpc import format_address
@@ -28,6 +28,7 @@ WORKER_OPTIONS = (
     "served_model_name",
     "dtype",
     "quantization",
+    "decode_graphs",
     "max_model_len",
     "max_num_seqs",
     "batch_schedule",
@@ -118,6 +119,8 @@ def plan_topology(
         addresses[kind].append(format_address(LOOPBACK, port))
         pool_config = prefill_config if kind == "prefill" else decode_config
         spec = _worker(pool_config, kind, f"{name}-{run_id}", name, port, redis_url, share)
+        if config.device is not None:
+            spec = replace(spec, argv=(*spec.argv, f"--device={_device_of(config.device, len(workers))}"))
         if core_board is not None and all(shares):
             words = ",".join("+".join(map(str, sorted(each))) for each in shares)
             lending = (f"--core-board={core_board}", f"--core-shares={words}", f"--core-slot={len(workers)}")
@@ -204,8 +207,15 @@ def _worker(
     )
 
 
+def _device_of(device: str, worker: int) -> str:
+    """Of that worker; workers are counted over all pools."""
+    return f"{device}:{worker}" if device in devices.KINDS else device
+
+
 def _memory_share(config: ServeConfig) -> float:
-    """Of one worker: they all take from the same memory."""
+    """Of one worker: they all take from the same memory, unless each has a device of its own."""
+    if config.device in devices.KINDS:
+        return config.kv_cache_gpu_mem_utilization
     num_workers = config.num_prefill + config.num_decode + config.num_mixed
     return max(0.001, config.kv_cache_gpu_mem_utilization / num_workers)
 
@@ -221,7 +231,8 @@ def _flags(config: ServeConfig, names: Iterable[str]) -> list[str]:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool):
-            flags += [f"--{name.replace('_', '-')}"] if value else []
+            if value != ServeConfig.__dataclass_fields__[name].default:
+                flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
         elif value is not None:
             flags.append(f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, tuple) else value}")
     return flags

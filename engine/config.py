@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from runtime.devices import check_device, device_kind
 from runtime.doors import check_cluster, check_exposure
 from runtime.errors import ConfigError
 
 
 def _in(group: str, **metadata: object) -> dict[str, object]:
     return {"group": group, **metadata}
+
+
+NPU_BLOCK_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,10 @@ class WorkerConfig:
     """Type of weights, activations and KV; auto: the checkpoint's, float32 for GGUF."""
     quantization: Literal["none", "int8"] = field(default="none", metadata=_in("Model"))
     """"int8" computes linear layers with weights and inputs rounded to 8 bits; all workers must be told the same."""
+    device: str = field(default="cpu", metadata=_in("Model"))
+    """Where to compute: cpu, npu:N (Ascend, docs/npu.md), or cuda:N, which is not optimised."""
+    decode_graphs: bool = field(default=True, metadata=_in("Model"))
+    """On NPUs, record steps of decode and replay them: fewer launches, some memory, a longer start."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
     """Most tokens of prompt and output together; default: the model's context, or what the KV pool holds if less."""
 
@@ -104,8 +112,8 @@ class WorkerConfig:
 
     kv_cache_type: Literal["paged"] = field(default="paged", metadata=_in("KV cache"))
     """How KV is kept: in blocks of --kv-block-size positions, reached through block tables. There is no other way."""
-    kv_block_size: int = field(default=16, metadata=_in("KV cache", min=1, aliases=("--block-size",)))
-    """Token positions in a KV block."""
+    kv_block_size: int | None = field(default=None, metadata=_in("KV cache", min=1, aliases=("--block-size",)))
+    """Token positions in a KV block; default: 16, on NPUs 128, where there is no other size."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))
     """Blocks the pool may grow to; default: what --kv-cache-gpu-mem-utilization allows, and no more than --max-num-seqs
     sequences of --max-model-len tokens need."""
@@ -114,8 +122,8 @@ class WorkerConfig:
     Default: learned; the pool starts small and grows as it is needed, in larger steps up to what is usual, and while
     the worker is idle to 512 tokens for each sequence of a full step."""
     kv_cache_gpu_mem_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.001, max=0.95))
-    """Part of the memory of the device that the KV pool may take; on a CPU, of this machine's or of the container's if
-    that is less."""
+    """Part of the memory of the device that the KV pool may take, where it is free; on a CPU, of this machine's or of
+    the container's if that is less."""
     kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
     """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
     by gRPC."""
@@ -142,6 +150,11 @@ class WorkerConfig:
     """Inherited descriptor on which this process reports its state."""
 
     def __post_init__(self) -> None:
+        check_device(self.device, self.model)
+        if device_kind(self.device) == "npu" and self.block_size != NPU_BLOCK_SIZE:
+            raise ConfigError(
+                f"--kv-block-size: on an NPU attention reads blocks of {NPU_BLOCK_SIZE}, got {self.kv_block_size}"
+            )
         check_cluster(self)
         has_door = self.cluster_secret_file is not None or self.cluster_tls_ca_file is not None
         remedy = "--cluster-secret-file or --cluster-tls-ca-file"
@@ -160,6 +173,11 @@ class WorkerConfig:
                 f"--max-num-seqs: must be at most --max-num-tokens, which is {self.max_num_tokens}, "
                 f"because each decodes a token a step; got {self.max_num_seqs}"
             )
+
+    @property
+    def block_size(self) -> int:
+        """Token positions in a KV block."""
+        return self.kv_block_size or (NPU_BLOCK_SIZE if device_kind(self.device) == "npu" else 16)
 
     def cpu_shares(self) -> list[frozenset[int]]:
         """The CPUs of each worker that lends and borrows, by slot."""

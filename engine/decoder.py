@@ -74,6 +74,8 @@ class Decoder(ABC):
         for layer, next_norm, (keys, values) in zip(self._layers, self._following_norms, caches, strict=True):
             attended = self._attend(layer, normed, rope, metadata, keys, values)  # [T, H]
             if layer is self._layers[-1]:
+                if not sample_rows.numel():
+                    return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
                 attended, hidden = attended[sample_rows], hidden[sample_rows]  # [S, H]
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             gated = ops.silu_mul(ops.linear(normed, layer.gate_up))  # [T, I]

@@ -54,6 +54,13 @@ class DecoderSpec:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in positions; None sees all."""
 
+    @property
+    def num_weights(self) -> int:
+        """Of embedding, linear layers and head; all others are few."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_layers * layer + (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+
 
 class ConfigReader:
     """Typed access to `Checkpoint.config`; a null counts as absent. Errors name the file, the key and the value."""

@@ -26,7 +26,7 @@ from engine.wire import token_from_proto
 from kvstore import transport as transports
 from kvstore.hashing import attempt_label
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolMemory
+from kvstore.memory import BlockMemory
 from kvstore.transport.base import Frame, Reader, TransportError, add_to_checksum
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.doors import NO_PASS, Pass
@@ -92,7 +92,7 @@ class KVReader:
     """Fetches KV for one worker."""
 
     def __init__(
-        self, memory: PoolMemory, layout: KVLayout, transport_names: Sequence[str], shown: Pass = NO_PASS
+        self, memory: BlockMemory, layout: KVLayout, transport_names: Sequence[str], shown: Pass = NO_PASS
     ) -> None:
         """`shown` is what owners ask of callers."""
         self._memory = memory

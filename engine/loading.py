@@ -1,7 +1,7 @@
 """From a model's name to something that runs batches: the real models, or the tracer.
 
-What is known before the weights are read (sizes, ids, names) decides the KV pool; then `load` makes the runner over
-that pool. torch is imported by the real models alone, so that tracer processes start at once.
+What is known before the weights are read (sizes, ids, names, the device's memory) decides the KV pool; then `load`
+makes the runner over that pool. torch is imported by the real models alone, so that tracer processes start at once.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine import tracer
 from engine.batch import Runner
-from kvstore.layout import KVLayout
-from kvstore.memory import PoolMemory
+from kvstore.layout import DTYPE_BYTES, KVLayout
+from kvstore.memory import BlockMemory, PoolMemory
 from runtime import huge_pages
-from runtime.checkpoint import open_checkpoint
+from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.devices import device_kind
+from runtime.errors import ConfigError
 from runtime.host import num_cpus
+
+if TYPE_CHECKING:
+    from engine.model_runner import ModelSpec
+    from kernels import MemoryBytes, Ops
 
 LOG = logging.getLogger(__name__)
 TRACER = "tracer"
@@ -43,6 +49,8 @@ class ModelParts(ABC):
     """Most tokens of prompt and output together that the model allows."""
     eos_token_ids: tuple[int, ...]
     """Ids that end generation."""
+    weight_bytes: int
+    """What its weights will take, about."""
 
     @abstractmethod
     def layout(self, block_size: int) -> KVLayout:
@@ -52,17 +60,31 @@ class ModelParts(ABC):
     def set_num_threads(self, count: int) -> None:
         """How many cores the steps use from now on; called by the thread that runs them."""
 
+    def device_bytes(self) -> MemoryBytes | None:
+        """The memory of its device; None: it computes in the host's."""
+        return None
+
+    def open_device_memory(self, layout: KVLayout, num_blocks: int) -> BlockMemory:
+        """A pool there. Raises PoolMemoryFull; only where `device_bytes` answers."""
+        raise NotImplementedError
+
     @abstractmethod
-    def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
+    def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
         """Reads the weights; blocks, so call it from a thread. `progress` is told the part done, 0 to 1."""
 
 
 def open_model(
-    model: str, dtype: str, served_model_name: str | None, quantization: Literal["none", "int8"] = "none"
+    model: str,
+    dtype: str,
+    served_model_name: str | None,
+    quantization: Literal["none", "int8"] = "none",
+    device: str = "cpu",
+    max_graph_rows: int = 0,
 ) -> ModelParts:
-    """Finds a model and reads what is needed before its weights. Raises CheckpointError or ConfigError.
+    """Finds a model and its device, reads what is needed before its weights. Raises CheckpointError or ConfigError.
 
-    The tracer has neither a choice of dtype nor anything to quantise.
+    Steps of up to `max_graph_rows` single rows are recorded where the device can. The tracer has neither a choice of
+    dtype or device nor anything to quantise.
     """
     if model == TRACER:
         return _Tracer(
@@ -73,8 +95,9 @@ def open_model(
             vocab_size=tracer.VOCAB_SIZE,
             max_context=tracer.MAX_MODEL_LEN,
             eos_token_ids=(tracer.EOS_TOKEN_ID,),
+            weight_bytes=0,
         )
-    return _open_checkpoint(model, dtype, served_model_name, quantization)
+    return _open_checkpoint(model, dtype, served_model_name, quantization, device, max_graph_rows)
 
 
 class _Tracer(ModelParts):
@@ -86,17 +109,24 @@ class _Tracer(ModelParts):
     def set_num_threads(self, count: int) -> None:
         """It has no use for them."""
 
-    def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
+    def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
+        assert isinstance(memory, PoolMemory)
         return tracer.TracerRunner(memory, layout)
 
 
 def _open_checkpoint(
-    model: str, dtype: str, served_model_name: str | None, quantization: Literal["none", "int8"]
+    model: str,
+    dtype: str,
+    served_model_name: str | None,
+    quantization: Literal["none", "int8"],
+    device: str,
+    max_graph_rows: int,
 ) -> ModelParts:
     from engine import model_runner
 
     checkpoint = open_checkpoint(model)
-    spec = model_runner.model_spec(checkpoint, dtype)
+    device_ops = None if device == "cpu" else _open_device(device)
+    spec = _spec_for(checkpoint, dtype, device, device_ops)
 
     class TorchModel(ModelParts):
         __slots__ = ()
@@ -109,24 +139,63 @@ def _open_checkpoint(
 
             torch.set_num_threads(count)
 
-        def load(self, memory: PoolMemory, layout: KVLayout, progress: Progress) -> Runner:
+        def device_bytes(self) -> MemoryBytes | None:
+            return None if device_ops is None else device_ops.memory_bytes()
+
+        def open_device_memory(self, layout: KVLayout, num_blocks: int) -> BlockMemory:
+            from kvstore.device_memory import DeviceMemory
+
+            assert device_ops is not None
+            return DeviceMemory(layout, num_blocks, device_ops.device, layout.num_blocks(max_graph_rows))
+
+        def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
             from kernels import load_ops
             from kvstore.cache import KVCache
 
             # More threads would fight each other and the other workers.
             self.set_num_threads(num_cpus())
-            ops = load_ops("cpu")
+            ops = load_ops("cpu") if device_ops is None else device_ops
+            ops.enter_thread()
             decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
-            LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
-            return model_runner.ModelRunner(decoder, ops, KVCache(memory))
+            if device_ops is None:
+                LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
+            return model_runner.ModelRunner(decoder, ops, KVCache(memory), max_graph_rows)
 
+    # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
+    # numbers are rounded to 8 bits in other ways.
+    rounding = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
     return TorchModel(
         name=served_model_name or checkpoint.name,
         architecture=spec.architecture,
         dtype=spec.dtype,
-        # Workers of another dtype or quantisation compute other KV and other tokens.
-        fingerprint="-".join((checkpoint.fingerprint, spec.dtype, *([] if quantization == "none" else [quantization]))),
+        fingerprint="-".join((checkpoint.fingerprint, spec.dtype, *([] if rounding == "none" else [rounding]))),
         vocab_size=spec.vocab_size,
         max_context=spec.max_context_len,
         eos_token_ids=checkpoint.eos_token_ids,
+        weight_bytes=spec.decoder.num_weights * DTYPE_BYTES[spec.dtype],
     )
+
+
+def _open_device(device: str) -> Ops:
+    """The operations of "npu:0" or the like. Raises ConfigError, saying what is missing."""
+    from kernels import DeviceUnavailable, load_ops
+
+    kind, _, index = device.partition(":")
+    try:
+        return load_ops(kind, int(index or 0))
+    except DeviceUnavailable as error:
+        raise ConfigError(f"--device: {error}") from error
+
+
+def _spec_for(checkpoint: Checkpoint, dtype: str, device: str, ops: Ops | None) -> ModelSpec:
+    """What `dtype` means on that device: "auto" goes on to bfloat16 where float32 cannot be computed in."""
+    from engine import model_runner
+
+    spec = model_runner.model_spec(checkpoint, dtype)
+    if ops is None or model_runner.DTYPES[spec.dtype] in ops.dtypes:
+        return spec
+    if dtype != "auto":
+        known = [name for name, value in model_runner.DTYPES.items() if value in ops.dtypes]
+        raise ConfigError(f"--dtype: device {device} computes in {' or '.join(known)}, got {dtype}")
+    LOG.info("computing in bfloat16 instead of the checkpoint's %s, as device %s does", spec.dtype, device)
+    return model_runner.model_spec(checkpoint, "bfloat16")

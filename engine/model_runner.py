@@ -16,6 +16,7 @@ import torch
 
 from engine import sampler
 from engine.batch import Batch
+from engine.decode_graphs import DecodeGraphs, record_steps
 from engine.decoder import Decoder
 from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.models import load_model_class
@@ -111,7 +112,8 @@ def load_model(
 class ModelRunner:
     """Runs batches on a model; implements `engine.batch.Runner`. Used by one thread at a time."""
 
-    def __init__(self, model: Decoder, ops: Ops, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, ops: Ops, cache: KVCache, max_graph_rows: int = 0) -> None:
+        """Steps of up to `max_graph_rows` single rows are recorded now, where the device can."""
         decoder, layout = model.spec, cache.layout
         assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (
             decoder.num_layers,
@@ -124,6 +126,7 @@ class ModelRunner:
         """Where its KV is."""
         self._ops = ops
         ops.prepare(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, layout.block_size, cache.keys[0].dtype)
+        self._graphs: DecodeGraphs | None = record_steps(model, ops, cache, max_graph_rows)
 
     def run(self, batch: Batch) -> list[Sample]:
         """Writes the KV of every packed token to its slot and answers one sample for each of `batch.sample_rows`.
@@ -132,6 +135,7 @@ class ModelRunner:
         """
         if not batch.num_tokens:
             return []
+        self._ops.enter_thread()
         with torch.inference_mode():
             logits = self.logits(batch)
             return sampler.sample(logits, batch.sample_rows)
@@ -142,6 +146,8 @@ class ModelRunner:
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The forward pass of `run`: logits [S, V] float32 of the rows that sample. Called in inference mode."""
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.logits(batch)
         device = self._ops.device
         token_ids = torch.tensor(batch.token_ids, dtype=torch.int64, device=device)  # [T]
         rows = torch.tensor([row.row for row in batch.sample_rows], dtype=torch.int64, device=device)  # [S]

@@ -59,9 +59,12 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
     highest, token_ids = logits.max(dim=-1)  # [S], [S]; several times as fast as argmax
     require_finite(highest, rows)
     if not all(takes_highest(row) for row in rows):
-        # Not every device has float64, and what follows is small work.
-        logits = logits.cpu()
-        token_ids = choose(logits, rows)
+        chosen = choose_among_likely(logits, rows) if logits.device.type != "cpu" else None
+        if chosen is None:
+            # Not every device has float64, and what follows is small work.
+            logits = logits.cpu()
+            chosen = choose(logits, rows)
+        token_ids = chosen
     return [
         describe(logits[index], token_id, row.sampling)
         for index, (token_id, row) in enumerate(zip(token_ids.tolist(), rows, strict=True))
@@ -98,6 +101,40 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         keys = [uniform(rows[index].sampling.seed, rows[index].position) for index in drawing]
         token_ids[drawing] = draw(weights, torch.tensor(keys, dtype=torch.float64))
     return token_ids
+
+
+def choose_among_likely(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor | None:
+    """What `choose` answers for logits [S, V], from so few of them that moving them off a device takes no time.
+
+    None where other tokens might matter: without a top_k that is less than NUM_LIKELY, with anything that changes or
+    describes logits, or where tokens at the edge of top_k are as likely as some that were left behind.
+    """
+    if not all(takes_highest(row) or draws_among_likely(row) for row in rows):
+        return None
+    likely = logits.topk(min(NUM_LIKELY, logits.shape[1]))
+    values, ids = likely.values.cpu(), likely.indices.cpu()  # [S, C], descending
+    token_ids = []
+    for row, row_values, row_ids in zip(rows, values, ids, strict=True):
+        is_greedy, top_k = row.sampling.temperature == 0, row.sampling.top_k
+        edge = row_values[0 if is_greedy else min(top_k, len(row_values)) - 1]
+        if edge == row_values[-1] and len(row_values) < logits.shape[1]:
+            return None
+        ascending = row_ids.argsort()  # the draw walks the vocabulary in order of ids
+        row_values, row_ids = row_values[ascending], row_ids[ascending]
+        if is_greedy:
+            token_ids.append(int(row_ids[row_values.argmax()]))
+            continue
+        key = torch.tensor([uniform(row.sampling.seed, row.position)], dtype=torch.float64)
+        token_ids.append(int(row_ids[draw(weigh(row_values, row.sampling)[None], key)]))
+    return torch.tensor(token_ids)
+
+
+def draws_among_likely(row: SampleRow) -> bool:
+    """Whether top_k alone says which tokens a draw can choose, and nothing is asked about others."""
+    sampling = row.sampling
+    untouched = not sampling.logit_bias and not row.suppressed_token_ids and not has_penalties(sampling)
+    described = sampling.logprobs or sampling.top_logprobs
+    return untouched and not described and sampling.temperature > 0 and 0 < sampling.top_k < NUM_LIKELY
 
 
 def adjust(logits: Tensor, row: SampleRow) -> Tensor:

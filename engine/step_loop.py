@@ -20,7 +20,7 @@ from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
 from engine.step_stalls import StepClock
 from engine.step_time import load_of
-from kvstore.memory import PoolMemory, PoolMemoryFull
+from kvstore.memory import BlockMemory, PoolMemoryFull
 
 LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
@@ -51,7 +51,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        memory: PoolMemory,
+        memory: BlockMemory,
         observer: StepObserver,
         clock: Callable[[], float] = time.monotonic,
         stall_limit_s: float = 0.0,

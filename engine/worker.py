@@ -24,6 +24,7 @@ from engine.config import WorkerConfig
 from engine.cores import CoreBoard, LendingRunner
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
+from engine.pool_sizing import open_memory
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
 from engine.step_loop import StepLoop, StepObserver
@@ -32,21 +33,18 @@ from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
 from kvstore.layout import KVLayout
 from kvstore.leases import LeaseTable
-from kvstore.memory import PoolMemory, round_ceiling, unlink_dead
+from kvstore.memory import BlockMemory
 from kvstore.metadata import open_store
 from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
 from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs, telemetry
 from runtime.doors import Cluster, open_cluster
 from runtime.errors import BatonError, ConfigError
-from runtime.host import memory_limit_bytes
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
 
 LOG = logging.getLogger(__name__)
 REGISTRATION_TTL_S = 10.0
-INITIAL_BLOCKS = 128
-"""Blocks at the start where nothing says how many will be needed: a start is fast."""
 STOP_GRACE_S = 1.0
 FAILED_EXIT_CODE = 70
 ROLE_NAMES = {
@@ -92,7 +90,7 @@ class WorkerParts:
     """Bounds of steps and sequences."""
     leases: LeaseTable
     """Promises to readers."""
-    memory: PoolMemory
+    memory: BlockMemory
     """The pool's bytes."""
     cluster: Cluster
     """What this worker asks of callers, and shows where it calls."""
@@ -179,10 +177,10 @@ class Worker:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             with _running_on(frozenset().union(*config.cpu_shares())):
-                model = open_model(config.model, config.dtype, config.served_model_name, config.quantization)
-            layout = model.layout(config.kv_block_size)
+                model = self._open_model()
+            layout = model.layout(config.block_size)
             epoch = secrets.randbits(63)
-            memory = self._open_memory(model, layout, epoch)
+            memory = open_memory(config, model, layout, epoch)
             stack.callback(memory.close)
             self._status.loading(0.0, "weights")
             # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
@@ -275,28 +273,20 @@ class Worker:
             await _cancel(told)
             await _cancel(hopeless)
 
-    def _open_memory(self, model: ModelParts, layout: KVLayout, epoch: int) -> PoolMemory:
+    def _open_model(self) -> ModelParts:
         config = self._config
-        ceiling = config.num_kv_blocks
-        if ceiling is None:
-            useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
-            affordable = int(config.kv_cache_gpu_mem_utilization * memory_limit_bytes()) // layout.block_bytes
-            ceiling = round_ceiling(layout, max(1, min(useful, affordable)))
-        if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
-            raise ConfigError(
-                f"--max-model-len: the KV pool holds {ceiling * layout.block_size} tokens "
-                f"(--num-kv-blocks {ceiling}), got {config.max_model_len}"
-            )
-        initial, expected = INITIAL_BLOCKS, config.expected_sequence_tokens
-        if expected is not None:
-            initial = config.max_num_seqs * layout.num_blocks(expected)
-        directory = config.shared_memory_dir
-        if directory is not None and directory.is_dir():
-            unlink_dead(directory)
-        return PoolMemory.create(layout, ceiling, min(ceiling, initial), directory=directory, epoch=epoch)
+        rows = 0 if self._role_name == "prefill" or not config.decode_graphs else config.max_num_seqs
+        return open_model(
+            config.model,
+            config.dtype,
+            config.served_model_name,
+            config.quantization,
+            config.device,
+            min(rows, config.max_batch_size or rows),
+        )
 
-    def _build_parts(self, model: ModelParts, layout: KVLayout, epoch: int, memory: PoolMemory) -> WorkerParts:
-        config, ceiling = self._config, memory.planes.shape[1]
+    def _build_parts(self, model: ModelParts, layout: KVLayout, epoch: int, memory: BlockMemory) -> WorkerParts:
+        config, ceiling = self._config, memory.ceiling
         max_model_len = config.max_model_len or min(model.max_context, ceiling * layout.block_size)
         if max_model_len > model.max_context:
             raise ConfigError(f"--max-model-len: the model's context is {model.max_context}, got {max_model_len}")

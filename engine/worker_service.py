@@ -28,7 +28,7 @@ from kvstore import transport as transports
 from kvstore.hashing import attempt_label, unpack_token_ids
 from kvstore.layout import KVLayout
 from kvstore.leases import Lease, LeaseState, LeaseTable
-from kvstore.memory import PoolMemory
+from kvstore.memory import BlockMemory
 from kvstore.sessions import SessionTable
 from kvstore.transport.base import Frame, add_to_checksum
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
@@ -81,7 +81,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
     def __init__(
         self,
         identity: Identity,
-        memory: PoolMemory,
+        memory: BlockMemory,
         transport_names: Sequence[str],
         leases: LeaseTable,
         sessions: SessionTable,

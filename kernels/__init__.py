@@ -26,6 +26,20 @@ Quantization = Literal["none", "int8"]
 scale for each output, and inputs rounded to 8 bits at every call, a range for each row: see `reference.py`."""
 
 
+class DeviceUnavailable(Exception):
+    """A device cannot be used; the text says what is missing, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """Memory that a device has of its own."""
+
+    free: int
+    """Of it, what nobody uses now."""
+    total: int
+    """All of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the T packed tokens of B sequences stand and where their KV lies; one per step, the same for all layers.
@@ -118,12 +132,27 @@ class LayerStack(ABC):
         """
 
 
+class Graph(ABC):
+    """A step that is recorded once and run again over the same tensors, where launching it piece by piece is slow."""
+
+    @abstractmethod
+    def capture(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Records what `compute`, which is called twice, does; answers the tensor that every `replay` writes."""
+
+    @abstractmethod
+    def replay(self, metadata: AttentionMetadata) -> None:
+        """Runs it over what the recorded tensors hold now. `metadata` has those tensors, and this step's tuples."""
+
+
 class Ops(ABC):
     """The operations of one kind of device.
 
-    Each file here defines a concrete class `Ops` taking the `torch.device`. Tensors are float32, bfloat16 or float16
+    Each file here defines a concrete class `Ops` taking the `torch.device`. Tensors are of one of `dtypes`
     unless a comment says otherwise; sums, norms and softmax accumulate in float32 whatever the tensors are.
     """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    """What models may compute in."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -137,6 +166,23 @@ class Ops(ABC):
     def between_layers(self) -> None:
         """Makes that call, if there is one."""
         self._between_layers()
+
+    @staticmethod
+    def open_device(index: int) -> torch.device:
+        """The device of this kind with that number. Raises DeviceUnavailable if it cannot be used."""
+        return torch.device("cpu")
+
+    def enter_thread(self) -> None:
+        """Called by a thread before it computes, again and again."""
+        return None
+
+    def memory_bytes(self) -> MemoryBytes | None:
+        """The device's own memory; None where it uses the host's."""
+        return None
+
+    def new_graph(self) -> Graph | None:
+        """A recording yet to be made, after `prepare`; None where the device has no such thing."""
+        return None
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
         """Called once before a model of this shape runs: whatever its first step would otherwise wait for."""
@@ -166,7 +212,7 @@ class Ops(ABC):
     def rope_rows(self, positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [T, D / 2] float32, of positions [T] int64 times inverse_frequencies [D / 2] float32.
 
-        Called once a step; all layers use the result.
+        Called once a step; all layers hand the result to `rope_and_write_kv`, so a device may have a form of its own.
         """
 
     @abstractmethod
@@ -225,13 +271,13 @@ def available_ops() -> list[str]:
 def load_ops(device_type: str, index: int = 0) -> Ops:
     """The operations in `kernels/<device_type>.py` or the folder of that name; "reference" runs on the CPU.
 
-    Raises ValueError naming the known ones for a device type that has no file here.
+    Raises ValueError naming the known ones for a device type that has no file here, DeviceUnavailable if there is no
+    such device that works.
     """
     if device_type not in available_ops():
         raise ValueError(f"device {device_type!r} is not supported; supported are: {', '.join(available_ops())}")
     module = importlib.import_module(f"{__name__}.{device_type}")
-    device = torch.device("cpu") if device_type in ("cpu", "reference") else torch.device(device_type, index)
-    ops = module.Ops(device)
+    ops = module.Ops(module.Ops.open_device(index))
     if not isinstance(ops, Ops):
         raise TypeError(f"kernels/{device_type}.py: class Ops does not derive from kernels.Ops")
     return ops

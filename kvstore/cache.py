@@ -1,14 +1,15 @@
-"""A pool's bytes as the tensors that a model reads and writes. The one file of this package with torch.
+"""A pool's bytes as the tensors that a model reads and writes. Beside `device_memory.py` the one file here with torch.
 
-Owns views, no memory: they share the bytes of PoolMemory, which must outlive them in use, and never move or grow. Rows
-at or above the pool's `num_blocks` must not be touched.
+Owns views, no memory: they share the bytes of a BlockMemory, which must outlive them in use, and never move or grow.
+Rows at or above the pool's `num_blocks` must not be touched, but for scratch blocks, which are nobody's.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvstore.memory import PoolMemory
+from kvstore.device_memory import DeviceMemory
+from kvstore.memory import BlockMemory, PoolMemory
 
 DTYPES = {
     "float32": torch.float32,
@@ -22,13 +23,21 @@ DTYPES = {
 class KVCache:
     """Keys and values by layer, zero-copy over a pool's memory."""
 
-    def __init__(self, memory: PoolMemory) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         layout = memory.layout
         self.layout = layout
         """What a block holds."""
-        shape = (memory.ceiling, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        planes = [torch.from_numpy(plane).view(DTYPES[layout.dtype]).view(shape) for plane in memory.planes]
-        self.keys: list[torch.Tensor] = planes[0::2]  # per layer [ceiling, block_size, num_kv_heads, head_dim]
-        """Keys, one tensor a layer."""
-        self.values: list[torch.Tensor] = planes[1::2]  # per layer [ceiling, block_size, num_kv_heads, head_dim]
+        if isinstance(memory, DeviceMemory):
+            bytes_of_planes, num_scratch_blocks = memory.planes, memory.num_scratch_blocks
+        else:
+            assert isinstance(memory, PoolMemory)
+            bytes_of_planes, num_scratch_blocks = [torch.from_numpy(plane) for plane in memory.planes], 0
+        shape = (-1, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        planes = [plane.view(DTYPES[layout.dtype]).view(shape) for plane in bytes_of_planes]
+        self.keys: list[torch.Tensor] = planes[0::2]  # per layer [num_blocks, block_size, num_kv_heads, head_dim]
+        """Keys, one tensor a layer; num_blocks is the ceiling and the scratch blocks after it."""
+        self.values: list[torch.Tensor] = planes[1::2]  # per layer [num_blocks, block_size, num_kv_heads, head_dim]
         """Values, one tensor a layer."""
+        first_scratch = memory.ceiling * layout.block_size
+        self.scratch_slots = range(first_scratch, first_scratch + num_scratch_blocks * layout.block_size)
+        """Slots whose KV nobody reads."""

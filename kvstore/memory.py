@@ -17,7 +17,8 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,47 @@ class PoolFileError(BatonError):
     reason = "POOL_FILE"
 
 
-class PoolMemory:
+class BlockMemory(ABC):
+    """A pool's bytes, wherever they are: this machine's memory (`PoolMemory`) or a device's (`device_memory.py`)."""
+
+    def __init__(self, layout: KVLayout, ceiling: int, shared_path: Path | None = None) -> None:
+        """Raises ValueError for a ceiling below 1."""
+        if ceiling < 1:
+            raise ValueError(f"ceiling: must be at least 1 block, got {ceiling}")
+        self.layout = layout
+        """What a block is."""
+        self.ceiling = ceiling
+        """Blocks that there may ever be."""
+        self.num_blocks = 0
+        """Blocks that are usable: ids below this."""
+        self.shared_path = shared_path
+        """The file, where readers on this host find it; None when the bytes are this process's own."""
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        """Stands in the file's header: who knows it can read the file."""
+
+    @abstractmethod
+    def commit(self, num_blocks: int) -> None:
+        """Makes the blocks below `num_blocks` usable, or some more; a smaller number than now changes nothing."""
+
+    @property
+    @abstractmethod
+    def num_ahead(self) -> int:
+        """Free blocks at which growing should begin, because it takes long; 0 where it does not."""
+
+    @abstractmethod
+    def read_blocks(self, block_ids: Sequence[int]) -> Planes:
+        """A copy of blocks, ids already checked: [num_planes, len(block_ids), plane_block_bytes]."""
+
+    @abstractmethod
+    def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
+        """Copies blocks `source_ids` of [num_planes, blocks, plane_block_bytes] into `block_ids`, already checked."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up the bytes."""
+
+
+class PoolMemory(BlockMemory):
     """A pool's bytes: `planes` is uint8 [num_planes, ceiling, plane_block_bytes], C order."""
 
     def __init__(self, layout: KVLayout, ceiling: int, *, shared_path: Path | None = None) -> None:
@@ -64,16 +105,7 @@ class PoolMemory:
         With `shared_path` the bytes are a new file, mode 0600; its directory must exist. Raises OSError if the file
         exists or cannot be made, or if the space cannot be reserved.
         """
-        if ceiling < 1:
-            raise ValueError(f"ceiling: must be at least 1 block, got {ceiling}")
-        self.layout = layout
-        self.ceiling = ceiling
-        self.shared_path = shared_path
-        """The file; None when the bytes are this process's own."""
-        self.secret = secrets.token_bytes(SECRET_BYTES)
-        """Stands in the file's header: who knows it can read the file."""
-        self.num_blocks = 0
-        """Blocks that are usable: ids below this."""
+        super().__init__(layout, ceiling, shared_path)
         self._fd: int | None = None
         mapping = self._map(_file_bytes(layout, ceiling))
         self._mapping: memoryview | None = mapping
@@ -139,6 +171,17 @@ class PoolMemory:
         needed. 0 where planes are not of huge pages."""
         size = self.layout.plane_block_bytes
         return -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _is_aligned(self.layout, self.ceiling) else 0
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Planes:
+        """As the base says."""
+        shape = (self.layout.num_planes, len(block_ids), self.layout.plane_block_bytes)
+        packed = np.empty(shape, dtype=np.uint8)
+        copy_blocks(self.planes, block_ids, packed, range(len(block_ids)))
+        return packed
+
+    def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
+        """As the base says."""
+        copy_blocks(source, source_ids, self.planes, block_ids)
 
     def close(self) -> None:
         """Removes the file and gives up the bytes; they go when the last array or tensor over them goes."""
@@ -241,6 +284,12 @@ def copy_blocks(source: Planes, source_ids: Sequence[int], destination: Planes, 
 
     Neighbours that stay neighbours go in one copy, without the interpreter lock.
     """
+    for first, to, length in neighbours(source_ids, destination_ids):
+        destination[:, to : to + length] = source[:, first : first + length]
+
+
+def neighbours(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Pairs of ids in as few runs as there are: where one begins on either side, and how long it is."""
     start = 0
     for end in range(1, len(source_ids) + 1):
         if (
@@ -249,9 +298,7 @@ def copy_blocks(source: Planes, source_ids: Sequence[int], destination: Planes, 
             and destination_ids[end] == destination_ids[end - 1] + 1
         ):
             continue
-        length = end - start
-        first, to = source_ids[start], destination_ids[start]
-        destination[:, to : to + length] = source[:, first : first + length]
+        yield source_ids[start], destination_ids[start], end - start
         start = end
 
 

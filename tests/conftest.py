@@ -21,11 +21,11 @@ from xdist.scheduler import LoadScopeScheduling
 PARTS = {
     "systems": {"e2e"},
     "waiting": {"baton", "doors", "faults", "kvstore", "router", "runtime", "tracer"},
-    "models": {"model"},
+    "models": {"model", "npu"},
     "texts": {"text"},
 }
 """Folders whose tests stay together. Those of texts share tokenizers that are slow to make."""
-COMPUTING = {"engine", "interleaving", "model", "text"}
+COMPUTING = {"engine", "interleaving", "model", "npu", "text"}
 NICENESS = 10
 MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
 IS_NICE: pytest.StashKey[bool] = pytest.StashKey()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolMemory
+from kvstore.memory import BlockMemory
 from kvstore.transport.base import Transport, TransportError
 from runtime import plugins
 
@@ -24,7 +24,7 @@ def load(name: str) -> Transport:
     return transport
 
 
-def offers(names: Iterable[str], memory: PoolMemory, nonce: str = "") -> list[tuple[str, dict[str, str]]]:
+def offers(names: Iterable[str], memory: BlockMemory, nonce: str = "") -> list[tuple[str, dict[str, str]]]:
     """What an owner offers of these transports, best first: (name, parameters) of each that can serve `memory`."""
     ranked = sorted((load(name) for name in names), key=lambda transport: transport.rank)
     made = ((transport.name, transport.offer(memory, nonce)) for transport in ranked)

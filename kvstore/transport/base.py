@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolMemory
+from kvstore.memory import BlockMemory
 from runtime.errors import BatonError
 
 
@@ -48,7 +48,7 @@ class Reader(ABC):
         """Whether bytes pass through messages, so that a checksum is due."""
 
     @abstractmethod
-    def receive(self, frame: Frame, memory: PoolMemory, dest_block_ids: Sequence[int]) -> int:
+    def receive(self, frame: Frame, memory: BlockMemory, dest_block_ids: Sequence[int]) -> int:
         """Copies the frame's blocks into `dest_block_ids` of `memory`, one for one; answers the bytes copied.
 
         Blocking, and long for large frames: call it from a thread. Raises TransportError, before any byte is written,
@@ -59,7 +59,7 @@ class Reader(ABC):
     def close(self) -> None:
         """Lets go of the owner's memory. A later `receive` raises TransportError."""
 
-    def check(self, frame: Frame, memory: PoolMemory, dest_block_ids: Sequence[int], num_data_bytes: int) -> None:
+    def check(self, frame: Frame, memory: BlockMemory, dest_block_ids: Sequence[int], num_data_bytes: int) -> None:
         """Raises TransportError unless the frame carries `num_data_bytes` and fits the pool and `dest_block_ids`."""
         if memory.layout.fingerprint != self.layout.fingerprint:
             raise TransportError(f"KV layouts differ: {memory.layout.fingerprint} and {self.layout.fingerprint}")
@@ -79,14 +79,14 @@ class Transport(ABC):
     """Place in the order of preference; the lowest that both sides can use is taken."""
 
     @abstractmethod
-    def offer(self, memory: PoolMemory, nonce: str = "") -> dict[str, str] | None:
+    def offer(self, memory: BlockMemory, nonce: str = "") -> dict[str, str] | None:
         """What a reader needs to know, for a TransportOffer; None if this memory cannot be served this way.
 
         `nonce` is the reader's, from DescribeRequest: what is proved is proved to that reader.
         """
 
     @abstractmethod
-    def serve(self, memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
+    def serve(self, memory: BlockMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
         """The frames that carry these blocks, in order and without gaps; none for no blocks.
 
         The caller holds references to the blocks until the last frame is taken. Raises TransportError for an id

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolMemory, copy_blocks
+from kvstore.memory import BlockMemory
 from kvstore.transport import base
 from kvstore.transport.base import Frame, TransportError, check_block_ids
 
@@ -31,7 +31,7 @@ class Reader(base.Reader):
         super().__init__(layout)
         self._closed = False
 
-    def receive(self, frame: Frame, memory: PoolMemory, dest_block_ids: Sequence[int]) -> int:
+    def receive(self, frame: Frame, memory: BlockMemory, dest_block_ids: Sequence[int]) -> int:
         """As the base says."""
         if self._closed:
             raise TransportError("this reader is closed")
@@ -40,7 +40,7 @@ class Reader(base.Reader):
         self.check(frame, memory, dest_block_ids, num_data_bytes=num_bytes)
         shape = (self.layout.num_planes, num_blocks, self.layout.plane_block_bytes)
         source = np.frombuffer(frame.data, dtype=np.uint8).reshape(shape)
-        copy_blocks(source, range(num_blocks), memory.planes, dest_block_ids)
+        memory.write_blocks(dest_block_ids, source, range(num_blocks))
         return num_bytes
 
     def close(self) -> None:
@@ -54,20 +54,17 @@ class Transport(base.Transport):
     name = "grpc"
     rank = 100
 
-    def offer(self, memory: PoolMemory, nonce: str = "") -> dict[str, str] | None:
+    def offer(self, memory: BlockMemory, nonce: str = "") -> dict[str, str] | None:
         """Nothing to say; None if one block is more than a message may hold."""
         return {} if memory.layout.block_bytes <= MAX_BLOCK_BYTES else None
 
-    def serve(self, memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
+    def serve(self, memory: BlockMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
         """Frames of whole blocks, FRAME_BYTES at most each. A frame is packed when it is asked for."""
         check_block_ids(block_ids, memory.num_blocks, "source")
-        layout = memory.layout
-        num_each = max(1, FRAME_BYTES // layout.block_bytes)
+        num_each = max(1, FRAME_BYTES // memory.layout.block_bytes)
         for start in range(0, len(block_ids), num_each):
             ids = tuple(block_ids[start : start + num_each])
-            packed = np.empty((layout.num_planes, len(ids), layout.plane_block_bytes), dtype=np.uint8)
-            copy_blocks(memory.planes, ids, packed, range(len(ids)))
-            yield Frame(ids, packed.tobytes())
+            yield Frame(ids, memory.read_blocks(ids).tobytes())
 
     def usable(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> bool:
         """Always."""

@@ -14,7 +14,7 @@ from hmac import compare_digest
 from pathlib import Path
 
 from kvstore.layout import KVLayout
-from kvstore.memory import PoolFileError, PoolMemory, SharedPool, copy_blocks
+from kvstore.memory import BlockMemory, PoolFileError, SharedPool
 from kvstore.transport import base
 from kvstore.transport.base import Frame, TransportError, check_block_ids
 
@@ -30,14 +30,14 @@ class Reader(base.Reader):
         super().__init__(pool.layout)
         self._pool: SharedPool | None = pool
 
-    def receive(self, frame: Frame, memory: PoolMemory, dest_block_ids: Sequence[int]) -> int:
+    def receive(self, frame: Frame, memory: BlockMemory, dest_block_ids: Sequence[int]) -> int:
         """As the base says; the owner's ids are checked against the blocks that its file has now."""
         pool = self._pool
         if pool is None:
             raise TransportError("this reader is closed")
         self.check(frame, memory, dest_block_ids, num_data_bytes=0)
         check_block_ids(frame.block_ids, pool.num_blocks, "source")
-        copy_blocks(pool.planes, frame.block_ids, memory.planes, dest_block_ids)
+        memory.write_blocks(dest_block_ids, pool.planes, frame.block_ids)
         return len(dest_block_ids) * self.layout.block_bytes
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Transport(base.Transport):
     name = "shm"
     rank = 10
 
-    def offer(self, memory: PoolMemory, nonce: str = "") -> dict[str, str] | None:
+    def offer(self, memory: BlockMemory, nonce: str = "") -> dict[str, str] | None:
         """As the base says; None for memory without a file."""
         if memory.shared_path is None:
             return None
@@ -61,7 +61,7 @@ class Transport(base.Transport):
             "proof": _proof(memory.secret, nonce),
         }
 
-    def serve(self, memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
+    def serve(self, memory: BlockMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
         """One frame that names the blocks."""
         check_block_ids(block_ids, memory.num_blocks, "source")
         if block_ids:

@@ -7,27 +7,25 @@ from typing import Any
 
 import pytest
 
-from engine import worker as worker_module
+from engine import pool_sizing
 from engine.config import WorkerConfig
 from engine.loading import open_model
-from engine.worker import INITIAL_BLOCKS, Worker
-from kvstore.memory import PoolMemory
+from engine.pool_sizing import INITIAL_BLOCKS, open_memory
+from kvstore.memory import BlockMemory
 from runtime.errors import ConfigError
-from runtime.status import StatusReporter
 
 
-def opened(tmp_path: Path, **options: Any) -> PoolMemory:
+def opened(tmp_path: Path, **options: Any) -> BlockMemory:
     config = WorkerConfig("tracer", kv_shared_memory_dir=str(tmp_path), **options)
     model = open_model(config.model, config.dtype, None)
-    worker = Worker(config, "decode", "w", StatusReporter(None), lambda parts: pytest.fail("no role is needed"))
-    return worker._open_memory(model, model.layout(config.kv_block_size), epoch=7)
+    return open_memory(config, model, model.layout(config.block_size), epoch=7)
 
 
 def test_the_ceiling_is_what_the_longest_sequences_could_use_within_the_memory(tmp_path, monkeypatch):
     memory = opened(tmp_path, max_num_seqs=4, max_model_len=160)
     assert (memory.ceiling, memory.num_blocks) == (40, 40)
     memory.close()
-    monkeypatch.setattr(worker_module, "memory_limit_bytes", lambda: 1000 * memory.layout.block_bytes)
+    monkeypatch.setattr(pool_sizing, "memory_limit_bytes", lambda: 1000 * memory.layout.block_bytes)
     memory = opened(tmp_path, max_num_seqs=64, kv_cache_gpu_mem_utilization=0.25)
     assert (memory.ceiling, memory.num_blocks) == (250, INITIAL_BLOCKS)
     memory.close()

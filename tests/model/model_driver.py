@@ -46,23 +46,24 @@ class Driver:
 
     def __init__(self, runner: ModelRunner, capacities: Sequence[int]) -> None:
         self.runner = runner
-        ids = list(range(runner.cache.keys[0].shape[0]))
+        self.block_size = block_size = runner.cache.layout.block_size
+        ids = list(range(runner.cache.scratch_slots.start // block_size))
         random.Random(7).shuffle(ids)
         self.tables: list[list[int]] = []
         for capacity in capacities:
-            num_blocks = -(-capacity // BLOCK_SIZE)
+            num_blocks = -(-capacity // block_size)
             assert len(ids) >= num_blocks, "the pool is too small for this test"
             self.tables.append([ids.pop() for _ in range(num_blocks)])
 
     def add(self, batch: Batch, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Packs `tokens` of a sequence, the first at position `start`."""
-        table, end = self.tables[sequence], start + len(tokens)
+        table, end, block_size = self.tables[sequence], start + len(tokens), self.block_size
         batch.token_ids += tokens
         batch.positions += range(start, end)
-        batch.slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
+        batch.slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
         batch.query_starts.append(batch.num_tokens)
         batch.context_lens.append(end)
-        batch.block_tables.append(table[: -(-end // BLOCK_SIZE)])
+        batch.block_tables.append(table[: -(-end // block_size)])
 
     def ask(self, batch: Batch, sampling: SamplingParams = GREEDY) -> None:
         """Samples after the token packed last."""

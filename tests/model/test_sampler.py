@@ -13,7 +13,17 @@ import torch
 
 from engine.batch import SampleRow
 from engine.request import SamplingParams
-from engine.sampler import NUM_LIKELY, LogitsNotFinite, adjust, draw, nucleus_floor, sample, uniform
+from engine.sampler import (
+    NUM_LIKELY,
+    LogitsNotFinite,
+    adjust,
+    choose,
+    choose_among_likely,
+    draw,
+    nucleus_floor,
+    sample,
+    uniform,
+)
 
 VOCAB = 50
 GOLDEN = [0.7990078641386918, 0.5730097400670833, 0.5258133003495684, 0.3845527036586238]
@@ -289,3 +299,51 @@ def test_minus_infinity_is_a_logit_like_any_other() -> None:
 
 def test_no_rows_no_samples() -> None:
     assert sample(torch.zeros(0, VOCAB), []) == []
+
+
+LIKELY = [
+    SamplingParams(temperature=0.8, top_k=50, seed=3),
+    SamplingParams(temperature=1.5, top_k=NUM_LIKELY - 1, top_p=0.9, seed=4),
+    SamplingParams(temperature=1.0, top_k=7, min_p=0.1, seed=5),
+    SamplingParams(temperature=0.0),
+]
+
+
+@pytest.mark.parametrize("vocab", [5, 900, 5000])
+def test_few_likely_tokens_are_enough_where_top_k_says_so(vocab: int) -> None:
+    """What is left on a device changes nothing: the answers are those of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = [replace(row(params), position=position) for position in range(60) for params in LIKELY]
+    logits = torch.randn(len(rows), vocab, generator=generator) * 3
+    chosen = choose_among_likely(logits, rows)
+    assert chosen is not None and chosen.tolist() == choose(logits, rows).tolist()
+    assert len({*chosen.tolist()}) > min(vocab, 50) // 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 0},
+        {"top_k": NUM_LIKELY},
+        {"logprobs": True},
+        {"top_logprobs": 2},
+        {"logit_bias": ((3, 1.0),)},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+    ],
+)
+def test_all_tokens_are_looked_at_where_they_may_matter(changes: dict[str, object]) -> None:
+    logits = torch.randn(2, 3000)
+    mixed = [row(LIKELY[0]), row(replace(LIKELY[0], **changes))]  # type: ignore[arg-type]
+    assert choose_among_likely(logits[:1], mixed[:1]) is not None
+    assert choose_among_likely(logits, mixed) is None
+    assert choose_among_likely(logits[:1], [row(LIKELY[0], suppressed_token_ids=(5,))]) is None
+
+
+@pytest.mark.parametrize("params", [LIKELY[0], LIKELY[3]])
+def test_ties_that_reach_beyond_the_likely_need_all_tokens(params: SamplingParams) -> None:
+    logits = torch.zeros(1, 3000)
+    assert choose_among_likely(logits, [row(params)]) is None
+    logits[0, :60] = 1
+    chosen = choose_among_likely(logits, [row(params)])
+    assert chosen is not None and chosen.tolist() == choose(logits, [row(params)]).tolist()
