@@ -32,6 +32,7 @@ def live_page(router_id: str, ledger: Ledger, admission: Admission, fleet: Fleet
     def state() -> dict[str, Any]:
         running = list(ledger.running)
         return {
+            "now_s": time.monotonic(),
             "router_id": router_id,
             "model": ledger.model_name,
             "num_waiting": admission.num_waiting,
@@ -98,14 +99,15 @@ def _request(entry: Entry) -> dict[str, Any]:
 
 def _waterfall(ended: Ended) -> Waterfall:
     """From the durations in the last message; those of prefill and transfer, which are the last attempt's, are laid
-    from the dispatch on."""
+    from the dispatch on. A transfer ends with the prompt's last blocks."""
     timing, by = ended.finish.timing, ended.finish.served_by
     first_ms, queue_ms = timing.time_to_first_token_ms, timing.router_queue_ms
+    computed_ms = queue_ms + timing.prefill_queue_ms + timing.prefill_ms
     spans = [
         ("router queue", 0.0, queue_ms, ""),
         ("prefill queue", queue_ms, timing.prefill_queue_ms, by.prefill_worker_id),
-        ("prefill", queue_ms + timing.prefill_queue_ms, timing.prefill_ms, by.prefill_worker_id),
-        ("transfer", queue_ms, timing.transfer_ms, by.transport),
+        ("prefill", computed_ms - timing.prefill_ms, timing.prefill_ms, by.prefill_worker_id),
+        ("transfer", max(queue_ms, computed_ms - timing.transfer_ms), timing.transfer_ms, by.transport),
         ("decode", first_ms, timing.total_ms - first_ms, by.decode_worker_id),
     ]
     return {
