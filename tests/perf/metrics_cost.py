@@ -1,48 +1,47 @@
 """What metrics cost: `python tests/perf/metrics_cost.py [PAIRS]`.
 
-Two systems over the tracer, one with metrics, the request log and a scrape of every process each second, one without,
-get the same load in turns, PAIRS times (20). Printed are the CPU microseconds of all processes, and of the router, for
-each token, their ratio in each pair, and the median of the ratios with its 95 % interval. Not a test: machines differ.
+Two systems over the tracer live in this one process, each with a router and two workers; one shows metrics, is scraped
+now and then, and writes the request log. They get the same short load in turns, PAIRS times (300), so that a busy
+machine slows both alike. Printed are the CPU microseconds of a token, that of its client included, what metrics add to
+it (the median of the differences with its 95 % interval), and the CPU of a scrape. Not a test: machines differ.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import statistics
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-from baton import AsyncClient
-from baton.bench.system import System, cpu_between_s, started
-from baton.options import ServeConfig
+sys.path.append(str(Path(__file__).parents[1] / "router"))
+
+from cluster import Cluster, cluster, request_of
+
 from baton.topology import choose_ports
 
-NUM_STREAMS, NUM_ROUNDS, NUM_TOKENS = 64, 8, 64
-NUM_PROCESSES = 3
+NUM_STREAMS, NUM_TOKENS = 32, 64
 SCRAPE_S = 1.0
 NUM_RESAMPLES = 10_000
 
 
-async def ask(client: AsyncClient, seed: int) -> None:
-    """Requests of one stream, one after another."""
-    rng = random.Random(seed)
-    for _ in range(NUM_ROUNDS):
-        prompt = [rng.randrange(256) for _ in range(40)]
-        async for _ in client.generate(prompt_token_ids=prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
-            pass
+async def cost_us(system: Cluster, rng: random.Random) -> float:
+    """CPU microseconds a token of one block of load."""
+    prompts = [[rng.randrange(256) for _ in range(40)] for _ in range(NUM_STREAMS)]
+    before_s = time.process_time()
+    await asyncio.gather(*(system.generate(request_of(NUM_TOKENS, prompt=prompt)) for prompt in prompts))
+    return 1e6 * (time.process_time() - before_s) / (NUM_STREAMS * NUM_TOKENS)
 
 
-async def scrape(port: int) -> None:
-    """Every process, again and again, until cancelled."""
-    while True:
-        for index in range(NUM_PROCESSES):
-            await asyncio.to_thread(_read, f"http://127.0.0.1:{port + index}/metrics")
-        await asyncio.sleep(SCRAPE_S)
+async def scrape_us(ports: list[int]) -> float:
+    """CPU microseconds of a scrape of all three, that of the reader included."""
+    before_s = time.process_time()
+    for port in ports:
+        await asyncio.to_thread(_read, f"http://127.0.0.1:{port}/metrics")
+    return 1e6 * (time.process_time() - before_s)
 
 
 def _read(address: str) -> None:
@@ -50,59 +49,40 @@ def _read(address: str) -> None:
         assert b"baton_build_info" in answer.read()
 
 
-@contextlib.asynccontextmanager
-async def scraped(port: int | None) -> AsyncIterator[None]:
-    task = None if port is None else asyncio.create_task(scrape(port))
-    yield
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def cost_us(system: System, port: int | None, seed: int) -> tuple[float, float]:
-    """CPU microseconds a token, of all processes and of the router."""
-    async with AsyncClient(system.addresses[0]) as client, scraped(port):
-        before = system.cpu_times_s()
-        await asyncio.gather(*(ask(client, NUM_STREAMS * seed + stream) for stream in range(NUM_STREAMS)))
-        after = system.cpu_times_s()
-    everything, router = cpu_between_s(before, after), cpu_between_s(before, after, set(system.router_pids()))
-    assert everything is not None and router is not None, "a process was started again"
-    num_tokens = NUM_STREAMS * NUM_ROUNDS * NUM_TOKENS
-    return 1e6 * everything / num_tokens, 1e6 * router / num_tokens
-
-
-def interval(ratios: list[float]) -> tuple[float, float]:
+def interval(values: list[float]) -> tuple[float, float]:
     """Of the median, by resampling."""
     rng = random.Random(1)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES))
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     return medians[NUM_RESAMPLES // 40], medians[-NUM_RESAMPLES // 40]
 
 
-async def measure(num_pairs: int) -> None:
-    port = choose_ports(1)[0]
-    options = {"port": 0, "max_num_seqs": NUM_STREAMS, "kv_cache_gpu_mem_utilization": 0.02}
-    with tempfile.TemporaryDirectory() as folder:
-        shown = {"metrics_port": port, "request_log": Path(folder, "requests")}
-        async with contextlib.AsyncExitStack() as stack:
-            without = await stack.enter_async_context(started(ServeConfig("tracer", **options), lambda _: None))  # type: ignore[arg-type]
-            with_ = await stack.enter_async_context(
-                started(ServeConfig("tracer", **options, **shown), lambda _: None)  # type: ignore[arg-type]
-            )
-            ratios: dict[str, list[float]] = {"all processes": [], "router": []}
-            for pair in range(-1, num_pairs):  # the first warms up
-                order = [(without, None), (with_, port)]
-                costs = {}
-                for system, its_port in order if pair % 2 else order[::-1]:
-                    costs[its_port] = await cost_us(system, its_port, pair + 1)
-                for index, what in enumerate(ratios):
-                    off, on = costs[None][index], costs[port][index]
-                    print(f"{pair:3} {what}: {off:.1f} us a token without, {on:.1f} with, {on / off:.4f}", flush=True)
-                    if pair >= 0:
-                        ratios[what].append(on / off)
-    for what, values in ratios.items():
-        low, high = interval(values)
-        print(f"{what}: median ratio {statistics.median(values):.4f}, 95 % interval {low:.4f} to {high:.4f}")
+async def measure(num_pairs: int, log: Path) -> None:
+    ports = choose_ports(3)
+    shown = {
+        "prefill": {"metrics_port": ports[0]},
+        "decode": {"metrics_port": ports[1]},
+        "metrics_port": ports[2],
+        "request_log": log,
+    }
+    rng, costs, scrapes = random.Random(2), dict[bool, list[float]]({False: [], True: []}), list[float]()
+    async with cluster() as without, cluster(**shown) as with_:
+        scraped_s = 0.0
+        for pair in range(-10, num_pairs):  # the first ones warm up
+            for is_shown in (True, False) if pair % 2 else (False, True):
+                cost = await cost_us(with_ if is_shown else without, rng)
+                if pair >= 0:
+                    costs[is_shown].append(cost)
+            # Half of the time is the other system's.
+            if time.monotonic() - scraped_s >= 2 * SCRAPE_S:
+                scrapes.append(await scrape_us(ports))
+                scraped_s = time.monotonic()
+    differences = [on - off for off, on in zip(costs[False], costs[True], strict=True)]
+    low, high = interval(differences)
+    print(f"a token: {statistics.median(costs[False]):.1f} us without, {statistics.median(costs[True]):.1f} us with")
+    print(f"metrics add {statistics.median(differences):.2f} us a token, 95 % interval {low:.2f} to {high:.2f}")
+    print(f"a scrape of all three processes: {statistics.median(scrapes):.0f} us, of the reader as well")
 
 
 if __name__ == "__main__":
-    asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 20))
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 300, Path(folder, "requests")))
