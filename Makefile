@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup oracle demo serve test lint k8s-check protos bench soak
+.PHONY: help setup oracle demo serve test lint k8s-check alerts-check protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -20,6 +20,7 @@ help:
 	@echo "make oracle  create $(ORACLE), which some tests compare with; \`make test\` does"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
 	@echo "make k8s-check  render and validate deploy/ without a cluster; part of make test"
+	@echo "make alerts-check  check and play the alert rules with promtool; part of make test where it is installed"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
 	@echo "make soak    chaos, fault and property tests again and again, other cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
@@ -68,6 +69,12 @@ lint: setup
 KUBECTL ?= $(shell command -v kubectl)
 k8s-check: setup
 	$(BIN)/python -m pytest tests/deploy $(if $(KUBECTL),--kubectl=$(KUBECTL)) $(PYTEST_ARGS)
+
+# Debian has promtool in the package prometheus.
+PROMTOOL ?= promtool
+alerts-check:
+	$(PROMTOOL) check rules deploy/prometheus/alerts.yaml
+	$(PROMTOOL) test rules deploy/prometheus/alerts.test.yaml
 
 protos: setup
 	$(BIN)/python tests/tools/stubs.py --write

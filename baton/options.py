@@ -126,6 +126,13 @@ class ServeConfig:
     decode_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
     """Options of this section for decode and mixed workers alone: max-batch-size=32,max-num-seqs=64."""
 
+    metrics_port: int | None = field(default=None, metadata=_in("Observability", min=1, max=65535))
+    """Port of the first router's GET /metrics, in the format of Prometheus, on loopback; the other routers and then the
+    workers, in the order in which they are shown, take the next ones. Default: there is none."""
+    page_port: int | None = field(default=None, metadata=_in("Observability", min=1, max=65535))
+    """Port of the first router's live page, on loopback; further routers take the next ones. Default: there is none."""
+    request_log: Path | None = field(default=None, metadata=_in("Observability"))
+    """File that gets a line of JSON for each request that ends, without its text; "-" is standard output."""
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
     """Where spans go."""
     otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
@@ -140,6 +147,12 @@ class ServeConfig:
             raise ConfigError("--num-decode: at least one decode or mixed worker is needed, got 0 of both")
         if self.port > 0 and self.port + self.num_routers - 1 > 65535:
             raise ConfigError(f"--port: {self.num_routers} routers need ports up to {self.port + self.num_routers - 1}")
+        num_workers = self.num_prefill + self.num_decode + self.num_mixed
+        if self.metrics_port is not None and self.metrics_port + self.num_routers + num_workers - 1 > 65535:
+            raise ConfigError(
+                f"--metrics-port: {self.num_routers + num_workers} processes need a port each from there on, "
+                f"got {self.metrics_port}"
+            )
         if self.redis_url is not None:
             # Wherever it was given: the processes that are started get it on their command lines.
             configuration.check_no_password(self.redis_url, "--redis-url")

@@ -53,6 +53,7 @@ ROUTER_OPTIONS = (
     "policy",
     "local_turn_max_tokens",
     "session_ttl_s",
+    "request_log",
     "tenants_file",
     "tls_cert_file",
     "tls_key_file",
@@ -145,9 +146,16 @@ def plan_topology(
             f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
             f"--drain-timeout-s={config.drain_timeout_s}",
             *_flags(config, OBSERVABILITY_OPTIONS),
+            *([f"--page-port={config.page_port + index}"] if config.page_port is not None else []),
         ]
         routers.append(ProcessSpec(f"router-{index}", tuple(argv), gates_readiness=True, cpus=shared_cpus))
-    return Topology(processes=(*routers, *workers), addresses=tuple(public))
+    processes = (*routers, *workers)
+    if config.metrics_port is not None:
+        processes = tuple(
+            replace(spec, argv=(*spec.argv, f"--metrics-port={config.metrics_port + index}"))
+            for index, spec in enumerate(processes)
+        )
+    return Topology(processes=processes, addresses=tuple(public))
 
 
 def split_cpus(cpus: list[int], num_prefill: int, num_decode: int) -> list[frozenset[int]]:

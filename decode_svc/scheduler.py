@@ -36,6 +36,7 @@ from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
 from engine.step_time import StepTimes
+from engine.totals import Totals
 
 MAX_PASSED_OVER = 64
 """Sequences whose source has enough reservations that admission looks past in one plan."""
@@ -51,6 +52,7 @@ class DecodeScheduler:
         self.limits = limits
         has_target = limits.target_step_ms is not None and not limits.is_static
         self.step_times = StepTimes() if has_target else None
+        self.totals = Totals()
         self._lengths = lengths or OutputLengths(limits.output_length_quantile, least_tokens=holdings.block_size)
         self._outlook = Outlook(holdings, limits, self._lengths, self.step_times)
         self._forecast: Forecast | None = None  # of what holds blocks now; made when something waits for them
@@ -71,6 +73,7 @@ class DecodeScheduler:
         earlier output was complete already is finished at once."""
         if sequence.check_finished(self.limits.eos_token_ids, self.limits.max_model_len):
             sequence.move(State.FINISHED)
+            self.totals.endings[State.FINISHED] += 1
             return
         if source is not None:
             self._sources[sequence] = source
@@ -110,6 +113,7 @@ class DecodeScheduler:
                 if sample is not None:
                     new_tokens.append(self._append(sequence, sample, now_s))
             self.holdings.unpin(sequence)
+        self.totals.num_generated_tokens += len(new_tokens)
         return new_tokens
 
     def received(self, sequence: Sequence) -> None:
@@ -121,6 +125,7 @@ class DecodeScheduler:
         """The whole input's KV is here and attested; `sample` is the first token."""
         sequence.num_computed = sequence.num_tokens
         self.holdings.register_computed(sequence)
+        self.totals.num_generated_tokens += 1
         return self._append(sequence, sample, now_s)
 
     def finish(self, sequence: Sequence, num_outputs: int) -> None:
@@ -137,6 +142,7 @@ class DecodeScheduler:
             return
         sequence.detail = detail
         sequence.move(state)
+        self.totals.endings[state] += 1
         self._forget(sequence)
         self.holdings.free(sequence)
 
@@ -178,6 +184,8 @@ class DecodeScheduler:
         if sequence.first_token is None:
             sequence.first_token, sequence.first_token_s = sample, now_s
         if sequence not in self._decoding:
+            if sequence.state is State.PREFILLING:
+                self.totals.num_prompt_tokens += token.position
             self._forget(sequence)
             self._decoding.add(sequence)
             sequence.move(State.DECODING)
@@ -200,6 +208,7 @@ class DecodeScheduler:
             sequence.move(state)
             if state is State.PAUSED:
                 sequence.paused_since_s = now_s
+                self.totals.num_pauses += 1
             elif sequence.paused_since_s is not None:
                 sequence.paused_s += now_s - sequence.paused_since_s
                 sequence.paused_since_s = None
@@ -243,6 +252,7 @@ class DecodeScheduler:
                     break
                 if self.holdings.num_departing_blocks > 0:
                     break
+                self.totals.evictions["blocks"] += 1
                 self.end(self._victim(), State.EVICTED, "no KV block for the next token")
         return ready
 
@@ -341,6 +351,7 @@ class DecodeScheduler:
         if not victims or not self._would_be_seated(sequence, source, victims):
             return False
         victim = max(victims, key=lambda holder: (self._rank_now(holder, now_s), self._waiting.rank(holder)))
+        self.totals.evictions["class"] += 1
         self.end(victim, State.EVICTED, "a request of a higher class took its place")
         self._forecast = None
         # Blocks under a transfer come back later, and with them the chance to try again.

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -22,6 +22,7 @@ import grpc.aio
 from decode_svc.attach import TokenStreams
 from decode_svc.scheduler import DecodeScheduler
 from engine.attempt import Attempt, start_span
+from engine.handoffs import Handoffs
 from engine.kv_reader import Fetched, KVLost, KVReader, Source
 from engine.planning import Plan
 from engine.scheduling import NewToken
@@ -39,6 +40,7 @@ from engine.worker_service import WorkerService
 from kvstore.hashing import attempt_label
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from runtime.metrics import Family
 from runtime.rpc import Server
 
 LOG = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
         self._fetches: set[asyncio.Task[None]] = set()
-        self._num_handoffs_lost = 0
+        self._handoffs = Handoffs(config.kv_transports)
         self._step_loop: StepLoop
         self._worker: WorkerService
 
@@ -209,6 +211,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 sequence.num_tokens,
                 lambda: self.scheduler.received(sequence),
             )
+            self._handoffs.note(fetched.transport, fetched.num_bytes, fetched.duration_s)
             if not sequence.is_over:
                 job.fetched = fetched
                 self._send([self.scheduler.fetched(sequence, fetched.first_token, time.monotonic())])
@@ -224,7 +227,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             self._step_loop.wake()
 
     def _lose(self, job: _Job, detail: str) -> None:
-        self._num_handoffs_lost += 1
+        self._handoffs.num_lost += 1
         if not job.attempt.sequence.is_over:
             job.lost = detail
             self.scheduler.end(job.attempt.sequence, State.FAILED, detail)
@@ -269,8 +272,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             num_queued_tokens=scheduler.num_queued_tokens,
             num_leases=len(self._parts.leases),
             pool=pool_status(self._parts.holdings),
-            num_handoffs_lost=self._num_handoffs_lost,
+            num_handoffs_lost=self._handoffs.num_lost,
         )
+
+    def families(self) -> Iterable[Family]:
+        """See `engine.worker_service.Role`."""
+        return self._handoffs.families()
 
     def live_attempts(self) -> int:
         """See `engine.worker_service.Role`."""
@@ -281,4 +288,5 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         live = self.scheduler.live()
         for sequence in live:
             self.scheduler.end(sequence, State.EVICTED, detail)
+        self.scheduler.totals.evictions["drain"] += len(live)
         return len(live)

@@ -132,6 +132,11 @@ class WorkerConfig:
     kv_lease_ttl_s: float = field(default=30.0, metadata=_in("KV cache", min=0.1))
     """How long computed KV waits for a silent reader."""
 
+    metrics_port: int | None = field(default=None, metadata=_in("Observability", min=0, max=65535))
+    """Port of GET /metrics, in the format of Prometheus, without a credential; 0 takes a free one. Default: there is
+    none."""
+    metrics_host: str = field(default="127.0.0.1", metadata=_in("Observability"))
+    """Address that --metrics-port listens on, whatever --host is."""
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
     """Where spans go."""
     otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))

@@ -49,6 +49,14 @@ class Holdings:
         """Blocks the pool can have; lowered for a while when the system turns out to have no memory for the rest."""
         self.num_given_back = 0
         """Tables given back so far."""
+        self.num_wanted_tokens = 0
+        """Tokens of the inputs that were admitted."""
+        self.num_reused_tokens = 0
+        """Of these, those whose KV was in the prefix cache."""
+        self.num_wanted_session_tokens = 0
+        """Tokens of the inputs that were turns of sessions."""
+        self.num_reused_session_tokens = 0
+        """Of these, those whose KV was in the prefix cache."""
         self.usual_blocks = 0.0
         """Blocks that sequences which finished have held, on average over the last ones; 0 before any has."""
         self._hasher = hasher
@@ -84,7 +92,15 @@ class Holdings:
         sequence.num_borrowed = len(cached) - num_revived
         sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
         self._holders.add(sequence)
+        self._note_reuse(sequence)
         return True
+
+    def _note_reuse(self, sequence: Sequence) -> None:
+        self.num_wanted_tokens += sequence.num_tokens
+        self.num_reused_tokens += sequence.num_cached
+        if sequence.request.session is not None:
+            self.num_wanted_session_tokens += sequence.num_tokens
+            self.num_reused_session_tokens += sequence.num_cached
 
     def prospect(self, sequence: Sequence, max_cached_tokens: int, without: Collection[Sequence] = ()) -> Prospect:
         """What `admit` would find now; with `without`, once those and the sequences that are over have let go."""

@@ -17,6 +17,7 @@ from engine.ranking import AGEING_S
 from engine.request import Sample
 from engine.sequence import Sequence
 from engine.step_time import StepTimes
+from engine.totals import Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Scheduler(Protocol):
     """What bounds its steps."""
     step_times: StepTimes | None
     """Is told what steps took; None where nobody asks it."""
+    totals: Totals
+    """What it has counted."""
 
     def plan(self, now_s: float) -> Plan:
         """Admits what can be admitted and fills a step; empty when there is nothing to compute."""
@@ -88,6 +91,21 @@ class Scheduler(Protocol):
 
     def abandon(self, plan: Plan, detail: str) -> None:
         """Ends the sequences of a step that could not be computed as FAILED."""
+        ...
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences without blocks."""
+        ...
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to be computed or fetched."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and make progress."""
         ...
 
     def num_wanted_blocks(self) -> int:

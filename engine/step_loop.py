@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from engine.scheduling import NewToken, Scheduler
 from engine.step_stalls import StepClock
 from engine.step_time import load_of
 from kvstore.memory import BlockMemory, PoolMemoryFull
+from runtime.metrics import ENGINE, TIME_BOUNDS_S, Family, Histogram
 
 LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
@@ -28,6 +29,8 @@ MAX_USUAL_GROWTH_BLOCKS = 256
 """Most blocks to grow by where fewer are missing: no step should wait long for pages to be cleared."""
 IDLE_SEQUENCE_TOKENS = 512
 """For every sequence of a step so many tokens' memory is taken while there is nothing to compute."""
+SIZE_BOUNDS = tuple(2.0**power for power in range(16))
+"""Of tokens and of sequences in a step."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
 
@@ -70,6 +73,8 @@ class StepLoop:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
         """Steps committed so far."""
+        self._durations_s, self._sizes = Histogram(TIME_BOUNDS_S), Histogram(SIZE_BOUNDS)
+        self._batch_sizes = Histogram(SIZE_BOUNDS)
 
     def wake(self) -> None:
         """Something changed: plan again."""
@@ -117,6 +122,9 @@ class StepLoop:
             return
         self.step_clock.end()
         self.num_steps += 1
+        self._durations_s.observe(duration_ms / 1000)
+        self._sizes.observe(plan.num_tokens)
+        self._batch_sizes.observe(len(plan.slices))
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))
@@ -125,6 +133,14 @@ class StepLoop:
         started_s = self._clock()
         samples = self.runner.run(batch)
         return samples, 1000 * (self._clock() - started_s)
+
+    def families(self) -> Iterator[Family]:
+        """The steps so far, for a scrape."""
+        duration = Family("baton_step_duration_seconds", "histogram", "Computing of a step, without its planning.")
+        yield self._durations_s.add_to(duration)
+        yield self._batch_sizes.add_to(Family("baton_step_sequences", "histogram", "Sequences in a step."))
+        tokens = Family("vllm:iteration_tokens_total", "histogram", "Tokens computed in a step.")
+        yield self._sizes.add_to(tokens, **ENGINE)
 
     async def _grow_pool(self) -> None:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages. More may have

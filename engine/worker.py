@@ -28,6 +28,7 @@ from engine.pool_sizing import open_memory
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
 from engine.step_loop import StepLoop, StepObserver
+from engine.worker_metrics import worker_metrics
 from engine.worker_service import Identity, Role, WorkerService
 from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
@@ -40,6 +41,7 @@ from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs, telemetry
 from runtime.doors import Cluster, open_cluster
 from runtime.errors import BatonError, ConfigError
+from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
 
@@ -230,6 +232,8 @@ class Worker:
         stack.callback(service.end_streams)
         address = config.advertise_address or format_address(config.host, port)
         self._status.listening(address)
+        metrics = worker_metrics(self._role_name, role.scheduler, role, step_loop, service)
+        await stack.enter_async_context(showing(metrics_door(metrics), config.metrics_host, config.metrics_port))
         stepping = asyncio.create_task(step_loop.run())
         stack.push_async_callback(_cancel, stepping)
         stack.push_async_callback(_cancel, asyncio.create_task(service.expire_leases()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from kvstore.sessions import SessionTable
 from kvstore.transport.base import Frame, add_to_checksum
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
+from runtime.metrics import Family
 
 LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext
@@ -68,6 +69,10 @@ class Role(Protocol):
 
     def live_attempts(self) -> int:
         """Attempts that have not ended."""
+        ...
+
+    def families(self) -> Iterable[Family]:
+        """What this pool alone shows at a scrape."""
         ...
 
     def evict_all(self, detail: str) -> int:
@@ -143,8 +148,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
             await asyncio.sleep(WATCH_MIN_INTERVAL_S)
             await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a step stands still."""
+        return self._step_clock.is_stalled
+
     def _check_steps(self) -> None:
-        if self._step_clock.is_stalled:
+        if self.is_stalled:
             raise Unavailable(f"a step of worker {self.identity.worker_id} stands still")
 
     async def Drain(
@@ -270,7 +280,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
             await asyncio.sleep(WATCH_MAX_INTERVAL_S)
             for lease in self.leases.expired(time.monotonic()):
                 LOG.warning("the lease of %s expired unread", attempt_label(lease.attempt_id))
-                self.leases.break_(lease)
+                self.leases.expire(lease)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> bool:

@@ -10,6 +10,7 @@ Owns no blocks: it names them; whoever opened the lease frees them when it ends.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,6 +78,12 @@ class LeaseTable:
 
     def __init__(self, epoch: int, ttl_s: float) -> None:
         self.epoch = epoch
+        self.num_opened = 0
+        """Leases so far."""
+        self.endings: Counter[LeaseState] = Counter()
+        """Of these, those that ended, by how."""
+        self.num_expired = 0
+        """Of those that were broken, those whose reader was silent for too long."""
         self._ttl_s = ttl_s
         self._leases: dict[bytes, Lease] = {}
 
@@ -93,6 +100,7 @@ class LeaseTable:
         if attempt_id in self._leases:
             raise AlreadyExists(f"attempt_id: {attempt_label(attempt_id)} is being served already")
         lease = self._leases[attempt_id] = Lease(attempt_id, num_tokens, on_credit, on_end)
+        self.num_opened += 1
         return lease
 
     def find(self, attempt_id: bytes, epoch: int) -> Lease:
@@ -148,12 +156,18 @@ class LeaseTable:
         if lease.state is LeaseState.OPEN:
             self._end(lease, LeaseState.BROKEN)
 
+    def expire(self, lease: Lease) -> None:
+        """Ends a lease whose reader has been silent for too long."""
+        self.num_expired += lease.state is LeaseState.OPEN
+        self.break_(lease)
+
     def expired(self, now_s: float) -> list[Lease]:
         """Complete leases whose reader has been silent for too long."""
         return [lease for lease in self if lease.expires_s is not None and lease.expires_s <= now_s]
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.state = state
+        self.endings[state] += 1
         self._leases.pop(lease.attempt_id, None)
         lease.changed.set()
         lease.on_end()

@@ -24,6 +24,7 @@ from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import Sequence, State
 from engine.step_time import StepTimes
+from engine.totals import Totals
 
 
 class PrefillScheduler:
@@ -33,6 +34,7 @@ class PrefillScheduler:
         self.holdings = holdings
         self.limits = limits
         self.step_times: StepTimes | None = None  # a prefill step delays nobody's tokens
+        self.totals = Totals()
         self._uncredited: set[Sequence] = set()
         self._waiting = RankedQueue(limits.ageing_s)
         self._running = RankedQueue(limits.ageing_s)
@@ -112,6 +114,7 @@ class PrefillScheduler:
                     self._leased.add(sequence)
                     sequence.first_token, sequence.first_token_s = sample, now_s
                     sequence.move(State.LEASED)
+                    self.totals.num_prompt_tokens += sequence.num_tokens
                     new_tokens.append(NewToken(sequence, sequence.num_tokens, sample))
             self.holdings.unpin(sequence)
         return new_tokens
@@ -128,6 +131,7 @@ class PrefillScheduler:
             return
         sequence.detail = detail
         sequence.move(state)
+        self.totals.endings[state] += 1
         self._forget(sequence)
         self.holdings.free(sequence)
 

@@ -10,7 +10,7 @@ If the call is closed, the step fails or the lease breaks, the lease is broken f
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -27,6 +27,7 @@ from kvstore.leases import Lease, LeaseState
 from prefill_svc.scheduler import PrefillScheduler
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, BatonError, Unavailable
+from runtime.metrics import Family
 from runtime.rpc import Server
 
 Context = grpc.aio.ServicerContext
@@ -170,6 +171,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             pool=pool_status(self._parts.holdings),
         )
 
+    def families(self) -> Iterable[Family]:
+        """See `engine.worker_service.Role`."""
+        return ()
+
     def live_attempts(self) -> int:
         """See `engine.worker_service.Role`."""
         return len(self._jobs)
@@ -179,4 +184,5 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         live = self.scheduler.live()
         for sequence in live:
             self.scheduler.end(sequence, State.EVICTED, detail)
+        self.scheduler.totals.evictions["drain"] += len(live)
         return len(live)

@@ -58,6 +58,8 @@ class Answer:
     ) -> None:
         """`time_allowed_s` is what the client's deadline leaves from now; None: no deadline."""
         self.request = request
+        self.worker_ids = ("", "")
+        """Who prefills and who decodes in the attempt of this moment; empty before the first."""
         self.token_ids: list[int] = []
         """Output so far, up to the end of a stop string."""
         self.matched_stop: str | None = None

@@ -38,6 +38,13 @@ class Breakers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failing: dict[Circuit, _Failing] = {}
+        self.num_opened = 0
+        """How often a circuit was opened that had been closed."""
+
+    @property
+    def num_open(self) -> int:
+        """Circuits that are open now."""
+        return sum(self.is_open(*circuit) for circuit in self._failing)
 
     def is_open(self, *circuit: Incarnation) -> bool:
         """Whether requests had better go elsewhere."""
@@ -67,6 +74,7 @@ class Breakers:
             if len(failing.request_ids) < NUM_REQUESTS:
                 return
             failing.open_s = FIRST_OPEN_S
+            self.num_opened += 1
             names = " -> ".join(worker.worker_id for worker in circuit)
             LOG.warning("%d requests running have failed at %s: it is left alone for a while", NUM_REQUESTS, names)
         failing.is_tried = False

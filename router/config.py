@@ -89,12 +89,26 @@ class RouterConfig:
     session_ttl_s: float = field(default=3600.0, metadata=_in("Requests", min=1))
     """How long a session is remembered after its last turn."""
 
+    metrics_port: int | None = field(default=None, metadata=_in("Observability", min=0, max=65535))
+    """Port of GET /metrics, in the format of Prometheus, without a credential; 0 takes a free one. Default: there is
+    none."""
+    metrics_host: str = field(default="127.0.0.1", metadata=_in("Observability"))
+    """Address that --metrics-port listens on, whatever --host is."""
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
     """Where spans go."""
     otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
     """Collector for --trace-exporter otlp, http://host:4317."""
     trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
     """Part of the traces that begin here which are recorded; a caller's decision is followed."""
+    page_port: int | None = field(default=None, metadata=_in("Observability", min=0, max=65535))
+    """Port of the live page, for browsers: the workers, their load and the requests of this router, without a
+    credential; 0 takes a free one. Default: there is none."""
+    page_host: str = field(default="127.0.0.1", metadata=_in("Observability"))
+    """Address that --page-port listens on, whatever --host is."""
+    metric_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
+    """Where the gen_ai.* metrics of OpenTelemetry go beside --metrics-port; "otlp" sends them to --otlp-endpoint."""
+    request_log: Path | None = field(default=None, metadata=_in("Observability"))
+    """File that gets a line of JSON for each request that ends, without its text; "-" is standard output."""
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=_in("Observability"))
     """Least severe records that are logged."""
     status_fd: int | None = field(default=None, metadata=_in("Supervision", hidden=True))

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span, Status, StatusCode
@@ -69,7 +70,12 @@ class Dispatcher:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._local_turn_max_tokens = local_turn_max_tokens
         self._worker_wait_s = worker_wait_s
-        self._breakers = Breakers()
+        self.breakers = Breakers()
+        """Who is left alone for a while."""
+        self.num_attempts = 0
+        """Attempts so far."""
+        self.recoveries: Counter[str] = Counter()
+        """Attempts that failed and were followed by another, by cause; see `cause_of`."""
 
     async def serve(self, answer: Answer, turn: Turn | None, parent: Span) -> tuple[inference_pb2.Finish, Incarnation]:
         """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
@@ -81,6 +87,8 @@ class Dispatcher:
             choice = await self._choose(answer, turn, recovery, is_first=attempt_number == 1)
             first_dispatch_s = first_dispatch_s or time.monotonic()
             num_before, num_input_tokens = len(answer.token_ids), answer.next_position
+            self.num_attempts += 1
+            answer.worker_ids = ((choice.prefill or choice.decode).worker_id, choice.decode.worker_id)
             try:
                 served = await self._attempt(answer, choice, turn, attempt_number, recovery.num_evictions, parent)
             except AttemptFailed as failure:
@@ -94,11 +102,12 @@ class Dispatcher:
                     LOG.log(level, "%s: attempt %d: %s", answer.request.request_id, attempt_number, failure.message)
                     progressed = len(answer.token_ids) > num_before
                     recovery.note_failure(failure, choice.prefill, num_input_tokens, progressed)
+                    self.recoveries[cause_of(failure, choice)] += 1
                     await asyncio.sleep(recovery.backoff_s)
                     continue
             else:
                 for circuit in _circuits(choice):
-                    self._breakers.note_success(*circuit)
+                    self.breakers.note_success(*circuit)
             answer.finish()
             queue_ms = 1000 * (first_dispatch_s - answer.arrived_s)
             return _finish(answer, served, choice, attempt_number, queue_ms), choice.decode
@@ -141,7 +150,7 @@ class Dispatcher:
             return
         is_between = failure.culprit is choice.prefill and not failure.worker_died
         circuit = (failure.culprit, choice.decode) if is_between else (failure.culprit,)
-        self._breakers.note_failure(answer.request.request_id, *circuit)
+        self.breakers.note_failure(answer.request.request_id, *circuit)
 
     async def _choose(self, answer: Answer, turn: Turn | None, recovery: Recovery, is_first: bool) -> Choice:
         """Waits for workers, but at a request's first attempt: then nobody has promised it anything yet."""
@@ -151,12 +160,12 @@ class Dispatcher:
             # One worker that failed is better than none: what it lacked it may have now.
             everyone = self._fleet.usable(decodes=True)
             decodes = [worker for worker in everyone if worker not in recovery.avoided] or everyone
-            decodes = [worker for worker in decodes if not self._breakers.is_open(worker)] or decodes
+            decodes = [worker for worker in decodes if not self.breakers.is_open(worker)] or decodes
             if decodes:
                 # After a failure nothing is presumed of what a worker holds: it may be what failed.
                 choice = self._pick(decodes, answer, turn, recovery, expects_kv=is_first)
                 for circuit in _circuits(choice):
-                    self._breakers.note_use(*circuit)
+                    self.breakers.note_use(*circuit)
                 return choice
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
@@ -185,7 +194,7 @@ class Dispatcher:
             for worker in self._fleet.usable(decodes=False)
             if worker not in recovery.avoided
             and worker.fits(decode)
-            and not (self._breakers.is_open(worker) or self._breakers.is_open(worker, decode))
+            and not (self.breakers.is_open(worker) or self.breakers.is_open(worker, decode))
         ]
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
             return Choice(decode, None, num_held)
@@ -200,6 +209,21 @@ class Dispatcher:
         if keeper in prefills and _num_ahead(keeper) <= _num_ahead(picked) + recovery.num_kept_tokens:
             return keeper
         return picked
+
+
+CAUSES = ("evicted", "died", "kv_gone", "kv_lost", "refused")
+
+
+def cause_of(failure: AttemptFailed, choice: Choice) -> str:
+    """Why an attempt failed, one of CAUSES: decode gave it back, a worker died, a session's blocks were given away,
+    KV did not get across, or a worker did not do what it was asked."""
+    if failure.evicted:
+        return "evicted"
+    if failure.worker_died:
+        return "died"
+    if failure.culprit is None:
+        return "kv_gone"
+    return "kv_lost" if failure.culprit is choice.prefill else "refused"
 
 
 def _circuits(choice: Choice) -> list[tuple[Incarnation, ...]]:

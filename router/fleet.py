@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.metadata.base import MetadataStore, StoreUnavailable
@@ -59,6 +60,7 @@ class Fleet:
         self._on_change = on_change
         self._shown = shown
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._forgotten_totals: Counter[tuple[inference_pb2.WorkerRole, str]] = Counter()
         self._refused: set[str] = set()
         self._tried_s: dict[_Pair, float] = {}
         self._changed = asyncio.Event()
@@ -84,6 +86,10 @@ class Fleet:
 
     def _known(self) -> list[Incarnation]:
         return [link.current for link, _ in self._links.values() if link.current is not None]
+
+    def totals(self) -> Counter[tuple[inference_pb2.WorkerRole, str]]:
+        """See `WorkerLink.totals`, over all workers that there ever were."""
+        return sum((link.totals for link, _ in self._links.values()), self._forgotten_totals)
 
     def usable(self, decodes: bool) -> list[Incarnation]:
         """Proved, serving workers that decode, or that prefill, in no order."""
@@ -137,6 +143,7 @@ class Fleet:
         if (link.current is None or link.current.lost.is_set()) and time.monotonic() - last_s > FORGET_S:
             task.cancel()
             await asyncio.wait([task])
+            self._forgotten_totals += link.totals
             del self._links[address]
             self._note_change()
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class Incarnation:
         """When that was."""
         self.delivered_s = 0.0
         """When its token stream last brought anything; monotonic clock."""
+        self.is_unbalanced = False
+        """Whether a report of it said that blocks are held which nobody accounts for."""
         self.is_proved = False
         """Whether a probe has crossed it; requests go to proved workers only."""
         self.attached = asyncio.Event()
@@ -140,6 +143,7 @@ class Incarnation:
         """Takes over a load report."""
         self.state, self.load, self.reported_s = report.state, report.load, time.monotonic()
         self._num_assigned_at_report = self.num_assigned
+        self.is_unbalanced |= report.load.pool.used != report.load.pool.accounted
 
 
 class WorkerLink:
@@ -159,6 +163,8 @@ class WorkerLink:
         self.address = address
         self.current: Incarnation | None = None
         """The incarnation that answers there now; a lost one stays until the next."""
+        self.totals: Counter[tuple[inference_pb2.WorkerRole, str]] = Counter()
+        """Lives that ended, as "drained" or "died", and those of which some report was "unbalanced", by role."""
         self._router_id = router_id
         self._silence_s = silence_s
         self._accepts = accepts
@@ -180,6 +186,7 @@ class WorkerLink:
                 self._note_failure(error)
             finally:
                 if self.current is not None:
+                    self._count_end(self.current)
                     self.current.lose()
                     self._on_change()
                 await channel.close()
@@ -188,6 +195,11 @@ class WorkerLink:
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))  # routers come one after another
             backoff_s = min(2 * backoff_s, limit_s)
+
+    def _count_end(self, incarnation: Incarnation) -> None:
+        if not incarnation.lost.is_set():
+            is_draining = incarnation.state == inference_pb2.WORKER_STATE_DRAINING
+            self.totals[incarnation.role, "drained" if is_draining else "died"] += 1
 
     def _note_failure(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         """A worker that is not there yet is nothing to speak of; one that keeps this router out is."""
@@ -233,7 +245,10 @@ class WorkerLink:
                     report = await call.read()
                 if report is grpc.aio.EOF or report.epoch != incarnation.description.epoch:
                     return
+                was_unbalanced = incarnation.is_unbalanced
                 incarnation.note_report(report)
+                if incarnation.is_unbalanced and not was_unbalanced:
+                    self.totals[incarnation.role, "unbalanced"] += 1
                 self._on_change()
         finally:
             call.cancel()

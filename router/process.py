@@ -20,8 +20,11 @@ from router.admission import Admission
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.ledger import Ledger, request_log
+from router.live_page import live_page
 from router.model import TextModel, open_text_model
 from router.probe import Prober
+from router.router_metrics import router_metrics
 from router.service import InferenceService
 from router.session_holders import SessionHolders
 from router.sessions import Sessions
@@ -29,6 +32,8 @@ from router.tenants import Tenants
 from runtime import logs, plugins, telemetry
 from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
+from runtime.gen_ai import GenAi
+from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
 from runtime.tls import TlsFiles
@@ -109,6 +114,17 @@ async def serving(
             instance_id=router_id,
         )
         stack.callback(traces.shut_down)
+        gen_ai = None
+        if config.metrics_port is not None or config.metric_exporter != "none":
+            gen_ai = GenAi(
+                "baton-router",
+                model.name,
+                config.metric_exporter,
+                endpoint=config.otlp_endpoint,
+                instance_id=router_id,
+            )
+            stack.callback(gen_ai.shut_down)
+        ledger = Ledger(model.name, gen_ai, stack.enter_context(request_log(config.request_log)))
         store = None
         if config.redis_url is not None:
             store = open_store(config.redis_url, password_file=config.redis_password_file)
@@ -152,9 +168,22 @@ async def serving(
         sessions = Sessions(store, SessionHolders(fleet), config.session_ttl_s)
         admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
         service = InferenceService(
-            model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s, tenants
+            model,
+            fleet,
+            dispatcher,
+            sessions,
+            traces,
+            admission,
+            config.client_stall_s,
+            config.worker_wait_s,
+            tenants,
+            ledger,
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
+        metrics = router_metrics(ledger, admission, dispatcher, sessions, fleet, store)
+        await stack.enter_async_context(showing(metrics_door(metrics), config.metrics_host, config.metrics_port))
+        page = live_page(router_id, ledger, admission, fleet)
+        await stack.enter_async_context(showing(page, config.page_host, config.page_port))
         port = await server.start(config.host, config.port, config.health_port)
         address = format_address(config.host, port)
         status.listening(address)

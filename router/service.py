@@ -21,6 +21,7 @@ from router.admission import Admission, Ticket
 from router.answer import Answer
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.ledger import Entry, Ledger
 from router.links import Incarnation
 from router.model import TextModel
 from router.sessions import Sessions, Turn
@@ -29,7 +30,7 @@ from router.tenants import Tenant, Tenants
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
-from runtime.telemetry import Telemetry, extract
+from runtime.telemetry import Telemetry, extract, trace_id_of
 
 Context = grpc.aio.ServicerContext
 SHORT_BYTES = 1024
@@ -52,6 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         client_stall_s: float,
         worker_wait_s: float,
         tenants: Tenants,
+        ledger: Ledger,
     ) -> None:
         """Requests that wait are refused once no worker was there for `worker_wait_s`."""
         self._model = model
@@ -63,6 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._client_stall_s = client_stall_s
         self._worker_wait_s = worker_wait_s
         self._tenants = tenants
+        self._ledger = ledger
         self._giving_up: asyncio.TimerHandle | None = None
         self._request_ids: set[tuple[str, str]] = set()
         self.is_draining = False
@@ -91,12 +94,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context[object, object]) -> None:
         """One request."""
-        arrived_s = time.monotonic()
-        tenant = self._tenants.of(context)
-        num_tokens = request.session_tokens if request.HasField("session_tokens") else None
-        with self._admitted(request, tenant, context) as ticket:
-            async with self._sessions.turn(tenant.name, request.session_id, request.append, num_tokens) as turn:
-                await self._answer(request, tenant, context, ticket, turn, arrived_s)
+        with self._ledger.entry(request) as entry:
+            tenant = self._tenants.of(context)
+            num_tokens = request.session_tokens if request.HasField("session_tokens") else None
+            with self._admitted(request, tenant, context) as ticket:
+                async with self._sessions.turn(tenant.name, request.session_id, request.append, num_tokens) as turn:
+                    await self._answer(request, tenant, context, ticket, turn, entry)
 
     async def _answer(
         self,
@@ -105,16 +108,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: Context[object, object],
         ticket: Ticket,
         turn: Turn | None,
-        arrived_s: float,
+        entry: Entry,
     ) -> None:
         prepared = await self._validated(request, tenant, turn)
         with self._named(prepared):
-            answer = Answer(prepared, self._model.tokenizer, arrived_s, time_remaining_s(context))
-            operation = "chat" if request.messages else "text_completion"
-            span = self._start_span(prepared, operation, context)
+            answer = Answer(prepared, self._model.tokenizer, entry.arrived_s, time_remaining_s(context))
+            span = self._start_span(prepared, entry.operation, context)
+            entry.answer, entry.trace_id = answer, trace_id_of(span)
             serving = asyncio.create_task(self._serve(answer, prepared, ticket, turn, span))
             try:
-                await self._stream(answer, serving, ticket, context)
+                entry.finish = await self._stream(answer, serving, ticket, context)
             finally:
                 if not serving.done():
                     serving.cancel()
@@ -127,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         serving: asyncio.Task[inference_pb2.Finish],
         ticket: Ticket,
         context: Context[object, object],
-    ) -> None:
+    ) -> inference_pb2.Finish:
         """Writes messages as they can be sent; the last one has `finish`. Raises what the dispatcher raised.
 
         A write returns when the connection has room for more: what a slow client has not read is bounded by its window.
@@ -147,6 +150,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             last.finish.CopyFrom(finish)
             clock.start()
             await context.write(last)
+        return finish
 
     async def _serve(
         self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, turn: Turn | None, span: Span

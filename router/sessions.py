@@ -97,6 +97,8 @@ class Sessions:
         self._has_unsaved = asyncio.Event()
         self.num_lost = 0
         """Turns that were refused with SESSION_LOST."""
+        self.num_turns = 0
+        """Turns that began."""
 
     @contextlib.asynccontextmanager
     async def turn(
@@ -109,6 +111,7 @@ class Sessions:
             return
         key = session_key(tenant, session_id)
         async with self._alone(key, session_id):
+            self.num_turns += 1
             yield await self._begin(tenant, session_id, key, is_append, num_tokens)
 
     async def finish(self, turn: Turn, token_ids: Sequence[int], holder: Incarnation) -> None:

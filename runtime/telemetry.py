@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -102,6 +102,12 @@ def _exporter(name: Exporter, endpoint: str | None) -> SpanExporter:
     exporter = module.OTLPSpanExporter(endpoint=endpoint)
     assert isinstance(exporter, SpanExporter)
     return exporter
+
+
+def trace_id_of(span: Span) -> str:
+    """The trace that a span is recorded in, as collectors write it; empty for one that is not recorded."""
+    context = span.get_span_context()
+    return format_trace_id(context.trace_id) if span.is_recording() else ""
 
 
 def inject(parent: Context | Span) -> tuple[tuple[str, str], ...]:

@@ -190,6 +190,21 @@ def test_routers_know_all_workers_and_workers_share_redis() -> None:
     assert len({flags[name]["worker-id"] for name in ("prefill-0", "prefill-1", "decode-0", "mixed-0")}) == 4
 
 
+def test_each_process_shows_its_metrics_at_a_port_of_its_own() -> None:
+    """Routers first, then workers, as they are shown; pages are the routers' alone, and nothing is open unasked."""
+    flags = plan(ServeConfig("m", num_routers=2, metrics_port=9464, page_port=8000, request_log=Path("-")))
+    assert [flags[name]["metrics-port"] for name in ("router-0", "router-1", "prefill-0", "decode-0")] == [
+        "9464", "9465", "9466", "9467",
+    ]  # fmt: skip
+    assert [flags[name].get("page-port") for name in flags] == ["8000", "8001", None, None]
+    assert [flags[name].get("request-log") for name in flags] == ["-", "-", None, None]
+    assert not any(
+        {"metrics-port", "page-port", "metrics-host"} & set(each) for each in plan(ServeConfig("m")).values()
+    )
+    with pytest.raises(ConfigError, match="--metrics-port: 3 processes"):
+        ServeConfig("m", metrics_port=65534)
+
+
 def test_each_pool_may_have_options_of_its_own() -> None:
     config = ServeConfig(
         "m",

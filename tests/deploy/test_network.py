@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ Arrow = tuple[str, str, int | str]
 """From, to, port. A namespace stands for who is outside."""
 
 PORTS: dict[str, int] = {"router": 50051, "prefill": 7001, "decode": 7002, "valkey": 6379}
+METRICS_PORT = 9464
 INSIDE = {
     ("router", "prefill"),
     ("router", "decode"),
@@ -118,7 +121,8 @@ class Local:
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     """The cpu overlay's processes, over the tracer, with free ports in place of the pods' own."""
     deployed, folder = variant("overlays/cpu"), tmp_path_factory.mktemp("pods")
-    ports = dict(zip(PORTS, choose_ports(len(PORTS)), strict=True))
+    names = (*PORTS, *(f"metrics of {role}" for role in sorted(ROLES)))
+    ports = dict(zip(names, choose_ports(len(names)), strict=True))
     processes: dict[str, subprocess.Popen[bytes]] = {}
     with contextlib.ExitStack() as stack:
         processes["valkey"] = valkey = subprocess.Popen(
@@ -148,6 +152,7 @@ def as_process(deployed: Variant, role: str, ports: dict[str, int]) -> tuple[lis
     for argument in container["args"]:
         for name in ("POD_NAME", "POD_IP"):
             argument = argument.replace(f"$({name})", environment[name])
+        argument = argument.replace(str(METRICS_PORT), str(ports[f"metrics of {role}"]))
         words.append(argument.replace(str(PORTS[role]), str(ports[role])).replace("0.0.0.0", "127.0.0.1"))
     assert not any("$(" in word for word in words)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
@@ -195,6 +200,30 @@ def test_processes_connect_as_the_policies_allow(local: Local) -> None:
         answers = [client.complete(prompt_token_ids=[7 + turn] * 40, max_tokens=8) for turn in range(4)]
     assert all(answer.finish.served_by.transport == "grpc" for answer in answers)
     assert local.connections() == INSIDE
+
+
+def test_pods_show_what_scalers_ask_for(local: Local) -> None:
+    """Each process answers at its metrics port, with the series of its role that KEDA's queries and endpoint pickers
+    name."""
+    queries = [
+        trigger["metadata"]["query"]
+        for scaler in variant("overlays/cpu pod-monitor keda").of("ScaledObject")
+        for trigger in scaler["spec"]["triggers"]
+    ]
+    assert len(queries) == 3
+    for role in sorted(ROLES):
+        with urllib.request.urlopen(f"http://127.0.0.1:{local.ports[f'metrics of {role}']}/metrics") as answer:
+            text = answer.read().decode()
+        named = {
+            name
+            for query in queries
+            if f'component="{role}"' in query
+            for name in re.findall(r"[a-z]+[:_][a-z_]+(?={)", query)
+        }
+        pickers = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+        assert named or role == "router"
+        for name in named | pickers:
+            assert re.search(rf"^{name}\{{.*\}} [0-9.e-]+$", text, re.MULTILINE), name
 
 
 def test_pods_end_in_time(local: Local) -> None:

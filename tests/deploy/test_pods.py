@@ -12,8 +12,6 @@ from kustomize import pod_spec
 from manifests import ROLES, ROOT, Variant, config_of, containers, loaded, matches, num_bytes, pod_labels, variant
 
 from engine.config import WorkerConfig
-from router.config import RouterConfig
-from runtime.config import options_of
 from runtime.errors import ConfigError
 
 AFTER_DRAIN_S = 10
@@ -207,10 +205,11 @@ def declared_ports(deployed: Variant, component: str) -> dict[str, int]:
 
 
 def test_metrics_ports(deployed: Variant) -> None:
-    """The port that PodMonitors scrape is declared as soon as processes have an option for one, and not before."""
-    has_option = any("metrics" in option.name for cls in (RouterConfig, WorkerConfig) for option in options_of(cls))
+    """Pods show their metrics at the port that they declare for it and that PodMonitors scrape."""
     for role in ROLES:
-        assert ("metrics" in declared_ports(deployed, role)) == has_option
+        config = config_of(deployed, role)
+        assert declared_ports(deployed, role)["metrics"] == config.metrics_port
+        assert config.metrics_host == "0.0.0.0", "Prometheus cannot reach what listens on loopback"
     for monitor in deployed.of("PodMonitor"):
         assert deployed.selected(monitor["spec"]["selector"]) == ROLES
         assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]

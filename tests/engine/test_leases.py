@@ -105,5 +105,7 @@ def test_expires_when_complete_and_silent():
     t.table.touch(t.lease, 105.0)
     assert t.table.expired(110.0) == [], "a sign of life starts the time again"
     assert t.table.expired(115.0) == [t.lease]
-    t.table.break_(t.lease)
+    for _ in range(2):
+        t.table.expire(t.lease)
     assert t.table.expired(1e9) == []
+    assert (t.table.num_opened, t.table.num_expired, t.table.endings) == (1, 1, {LeaseState.BROKEN: 1})
