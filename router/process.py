@@ -26,7 +26,8 @@ from router.service import InferenceService
 from router.session_holders import SessionHolders
 from router.sessions import Sessions
 from router.tenants import Tenants
-from runtime import logs, plugins, telemetry
+from router.tracing import Tracer
+from runtime import logs, plugins
 from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
@@ -48,6 +49,8 @@ class RunningRouter:
     """The workers it sees."""
     service: InferenceService
     """The requests it serves."""
+    tracer: Tracer
+    """What became of them."""
     server: Server
     """Its sockets."""
     watching: asyncio.Task[None]
@@ -101,14 +104,8 @@ async def serving(
 ) -> AsyncIterator[RunningRouter]:
     """A router that takes calls inside the block and is gone after it: running calls get a moment, then end."""
     async with contextlib.AsyncExitStack() as stack:
-        traces = telemetry.configure(
-            "baton-router",
-            config.trace_exporter,
-            endpoint=config.otlp_endpoint,
-            sample_ratio=config.trace_sample_ratio,
-            instance_id=router_id,
-        )
-        stack.callback(traces.shut_down)
+        tracer = Tracer(config, router_id, model)
+        stack.callback(tracer.shut_down)
         store = None
         if config.redis_url is not None:
             store = open_store(config.redis_url, password_file=config.redis_password_file)
@@ -143,7 +140,6 @@ async def serving(
         dispatcher = Dispatcher(
             fleet,
             policy,
-            traces,
             stream_id,
             config.local_prefill_max_tokens,
             config.local_turn_max_tokens,
@@ -152,7 +148,7 @@ async def serving(
         sessions = Sessions(store, SessionHolders(fleet), config.session_ttl_s)
         admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
         service = InferenceService(
-            model, fleet, dispatcher, sessions, traces, admission, config.client_stall_s, config.worker_wait_s, tenants
+            model, fleet, dispatcher, sessions, tracer, admission, config.client_stall_s, config.worker_wait_s, tenants
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
         port = await server.start(config.host, config.port, config.health_port)
@@ -164,7 +160,7 @@ async def serving(
         stack.push_async_callback(_cancel, asyncio.create_task(sessions.run()))
         # Registered last, so it runs first: calls end while the workers' streams still stand.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        yield RunningRouter(address, fleet, service, server, watching)
+        yield RunningRouter(address, fleet, service, tracer, server, watching)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:
