@@ -41,7 +41,9 @@ def test_traces_of_random_walks(monkeypatch: pytest.MonkeyPatch, first_seed: int
             play.run()
         except AssertionError as violation:
             raise AssertionError(f"walk {seed}: {violation}") from violation
-    names = {part.name for trace in traces for part in trace.parts}
     assert len(traces) >= NUM_WALKS
-    assert names >= {"admission", "decode.queue", "prefill", "kv.transfer", "decode", "recovery", "unreported"}
-    assert any(span.attributes.get("baton.unreported") for trace in traces for span in trace.spans)
+    spans = [span for trace in traces for span in trace.spans]
+    assert {span.name for span in spans} >= {"prefill.queue", "prefill", "decode.queue", "kv.transfer", "decode"}
+    assert any(span.attributes.get("baton.unreported") for span in spans) and any(span.error for span in spans)
+    # Of what takes time here: messages and steps take none.
+    assert {part.name for trace in traces for part in trace.parts} >= {"admission", "recovery"}
