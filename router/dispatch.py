@@ -142,6 +142,7 @@ class Dispatcher:
                     time.monotonic(),
                     "" if failed is None else failed.message,
                     failed is not None and failed.evicted,
+                    failed is not None and failed.culprit is not None and not failed.evicted,
                 )
             )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from protos import inference_pb2, worker_pb2
 from router.answer import Answer
 from router.links import Incarnation
-from router.validation import PreparedRequest
+from router.validation import MAX_ID_BYTES, PreparedRequest
 from runtime.traces import TraceContext
 
 
@@ -66,7 +66,9 @@ class TracedAttempt:
     failure: str = ""
     """Why it failed; empty: it did not, or its request was cancelled."""
     is_eviction: bool = False
-    """Whether the failure is want of blocks or seats, which is scheduling at work."""
+    """Whether it was given back for want of blocks or seats, or to drain."""
+    is_fault: bool = False
+    """Whether the failure is anybody's: an eviction is not, nor that KV of earlier turns was given to others."""
 
 
 @dataclass(slots=True)
@@ -102,14 +104,19 @@ class RequestTrace:
     ended_s: float = 0.0
     """When its call ended."""
 
+    @property
+    def request_id(self) -> str:
+        """Its name; of one that was refused no more than a name may have."""
+        return self.request.request_id[:MAX_ID_BYTES] if self.prepared is None else self.prepared.request_id
+
     def attempt_context(self) -> TraceContext | None:
         """The context of a new attempt, for its workers; None where nobody asks them what they did."""
         return None if self.context is None else self.context.child()
 
     @property
     def is_recovered(self) -> bool:
-        """Whether an attempt was lost to anything but scheduling."""
-        return any(attempt.failure and not attempt.is_eviction for attempt in self.attempts)
+        """Whether a worker, or the way between two, has failed it."""
+        return any(attempt.is_fault for attempt in self.attempts)
 
     @property
     def first_token_s(self) -> float | None:

@@ -61,7 +61,7 @@ def build(
     first_token_s = request.first_token_s
     return Trace(
         trace_id=request.context.trace_id,
-        request_id=request.request.request_id if request.prepared is None else request.prepared.request_id,
+        request_id=request.request_id,
         state=request.context.state,
         began_unix_s=request.began_unix_s,
         first_token_s=None if first_token_s is None else trace.at(first_token_s),
@@ -161,9 +161,9 @@ def _add_attempt(trace: _Building, attempt: TracedAttempt, number: int, before_s
         "baton.num_input_tokens": attempt.num_input_tokens,
         "baton.num_new_tokens": attempt.num_new_tokens,
     }
-    if attempt.is_eviction:
-        about["baton.evicted"] = attempt.failure
-    error = "" if attempt.is_eviction else attempt.failure
+    if attempt.failure:
+        about["baton.reason"] = attempt.failure
+    error = attempt.failure if attempt.is_fault else ""
     trace.add("attempt", marks.began_s, attempt.ended_s, span_id=context.span_id, attributes=about, error=error)
     times = _Times.of(attempt)
     if attempt.prefill is not None:

@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.model import TextModel
 from router.request_trace import RequestTrace
 from router.trace_spans import Attributes, build
+from router.validation import MAX_ID_BYTES
 from runtime.errors import Aborted, BatonError, SessionBusy
 from runtime.rich_status import code_of
 from runtime.trace_export import open_exporter
@@ -31,6 +32,8 @@ FAILURES = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE",
 """Codes that tell of a failure of the service; the others are the caller's doing, or a limit at work."""
 MAX_INTEGER = 2**63 - 1
 """What an attribute can hold."""
+MAX_TEXT = 8192
+"""Characters of a prompt or an answer, where they are asked for."""
 
 
 class Tracer:
@@ -116,7 +119,8 @@ class Tracer:
             "rpc.status_code": code,
             "gen_ai.operation.name": "chat" if asked.messages else "text_completion",
             "gen_ai.provider.name": "baton",
-            "gen_ai.request.model": asked.model or self._model.name,
+            # Names that a client chose may have any length where it was refused.
+            "gen_ai.request.model": asked.model[:MAX_ID_BYTES] or self._model.name,
             "gen_ai.response.model": self._model.name,
             "gen_ai.request.stream": True,
             "baton.tenant": request.tenant,
@@ -125,7 +129,7 @@ class Tracer:
         if request.error is not None:
             found["error.type"] = type(request.error).__name__
         if asked.session_id:
-            found["gen_ai.conversation.id"] = asked.session_id
+            found["gen_ai.conversation.id"] = asked.session_id[:MAX_ID_BYTES]
         if prepared is not None:
             found |= _sampling(prepared.sampling)
             found["gen_ai.response.id"] = found["baton.request_id"] = prepared.request_id
@@ -139,7 +143,7 @@ class Tracer:
             reason = inference_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
             found["gen_ai.response.finish_reasons"] = (reason,)
             found["gen_ai.usage.cache_read.input_tokens"] = finish.usage.cached_tokens
-        if self._config.trace_text:
+        if self._config.trace_text and prepared is not None:
             found |= self._texts(request)
         return found
 
@@ -174,7 +178,11 @@ def _sampling(sampling: inference_pb2.SamplingParams) -> Attributes:
 
 
 def _messages(said: Iterable[tuple[str, str]]) -> str:
-    messages = [{"role": role, "parts": [{"type": "text", "content": content}]} for role, content in said]
+    messages, num_left = [], MAX_TEXT
+    for role, content in said:
+        if num_left > 0:
+            messages.append({"role": role[:MAX_ID_BYTES], "parts": [{"type": "text", "content": content[:num_left]}]})
+            num_left -= len(content)
     return json.dumps(messages, ensure_ascii=False)
 
 
@@ -192,4 +200,4 @@ def _code(request: RequestTrace) -> str:
 
 
 def _text(error: BaseException | None, code: str) -> str:
-    return error.message if isinstance(error, BatonError) else code
+    return error.message[:MAX_TEXT] if isinstance(error, BatonError) else code

@@ -33,8 +33,10 @@ class TraceExporter:
     def __init__(self, exporter: SpanExporter, instance: str) -> None:
         """`instance` names this process, to which alone what the environment says of resources applies."""
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._processor = BatchSpanProcessor(exporter)
+        self._scope = InstrumentationScope("baton", version())
         self._instance = instance
         self._resources: dict[tuple[str, str], Resource] = {}
 
@@ -50,11 +52,9 @@ class TraceExporter:
     def spans_of(self, trace: Trace) -> list[ReadableSpan]:
         """A trace as the SDK's spans."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
         flags, state = TraceFlags(TraceFlags.SAMPLED), TraceState.from_header([trace.state])
-        scope = InstrumentationScope("baton", version())
         own_ids = {span.span_id for span in trace.spans}
 
         def context(span_id: int) -> SpanContext:
@@ -75,7 +75,7 @@ class TraceExporter:
                 status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
                 start_time=time_ns(span.start_s),
                 end_time=time_ns(span.end_s),
-                instrumentation_scope=scope,
+                instrumentation_scope=self._scope,
             )
             for span in trace.spans
         ]

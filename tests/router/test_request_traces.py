@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
 from cluster import LIMIT_S, PROMPT, Cluster, cluster, collect, request_of
 from dispatching import d, failing, p, system
 from failures import failure
-from fake_workers import answer_of
+from fake_workers import FakeWorker, answer_of, finished, good_decode
 from traced import check, events_of, span_of, tree, waited
 
-from protos import inference_pb2
+from protos import inference_pb2, worker_pb2
 from router.dispatch import Dispatcher
 from router.request_trace import RequestTrace
 from router.trace_spans import build
@@ -158,6 +159,14 @@ async def test_at_ratio_zero_only_what_failed_or_was_wanted_is_kept() -> None:
         assert list(waited(failed)) == ["admission"]
 
 
+async def test_of_a_refused_request_no_more_is_kept_than_a_name_may_have() -> None:
+    async with cluster(trace=True, trace_text=True) as c:
+        endless = "x" * 100_000
+        await failure(c.stub.Generate(inference_pb2.GenerateRequest(request_id=endless, model=endless, prompt=endless)))
+        (trace,) = await ended(c)
+        assert trace.request_id == "x" * 256 and len(str(trace)) < 10_000
+
+
 async def test_a_callers_mistake_is_no_failure() -> None:
     async with cluster(trace=True) as c:
         await failure(c.stub.Generate(request_of(request_id="wrong", sampling={"top_p": 7.0})))
@@ -213,8 +222,7 @@ async def built(dispatcher: Dispatcher, num_tokens: int) -> Trace:
     async with asyncio.timeout(LIMIT_S):
         await dispatcher.serve(answer, None, trace)
     trace.ended_s = trace.attempts[-1].ended_s
-    assert trace.is_recovered == (len(trace.attempts) > 1)
-    found = build(trace, "r", {}, "", False)
+    found = build(trace, "r", {}, "", trace.is_recovered)
     check(found)
     return found
 
@@ -231,9 +239,27 @@ async def test_a_lost_attempt_stays_in_the_trace() -> None:
         assert lost.attributes["baton.unreported"] is True and "it goes" in lost.error
         assert events_of(lost) == ["first_token", "last_token"]
         assert events_of(trace.spans[0]) == ["first_token", "recovery"]
-        assert waited(trace)["recovery"] > 0
+        assert waited(trace)["recovery"] > 0 and trace.is_notable
         second = [span for span in trace.spans if span.name == "route"][1]
         assert second.attributes["baton.route.reason"].endswith("prefill has computed it before")  # type: ignore[union-attr]
+
+
+async def test_kv_that_was_given_to_others_is_nobodys_fault() -> None:
+    """Decode says at once that it has kept less of the session than the router believed."""
+    num_calls = 0
+
+    async def lose_once(worker: FakeWorker, request: Any) -> worker_pb2.DecodeRunResponse:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:
+            return await good_decode(worker, request)
+        return finished(request, 0, outcome=worker_pb2.OUTCOME_KV_LOST, detail="too little is kept", kv_bytes=0)
+
+    async with system(d(script=lose_once)) as s:
+        trace = await built(s.dispatcher, 6)
+        lost, again = (span for span in trace.spans if span.name == "attempt")
+        assert "too little is kept" in str(lost.attributes["baton.reason"]) and not again.attributes.get("baton.reason")
+        assert not (lost.error or again.error or trace.is_notable)
 
 
 async def test_workers_of_an_older_version_report_no_timeline() -> None:
