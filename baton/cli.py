@@ -121,6 +121,15 @@ def _workers(argv: Sequence[str]) -> int:
     return terminal.workers(config, sys.stdout)
 
 
+def _trace(argv: Sequence[str]) -> int:
+    from baton.options import TraceConfig
+    from baton.trace_view import show_traces
+
+    description = "Shows where the time of recent requests went, or of one. The router keeps them with --trace."
+    config = configuration.load(TraceConfig, argv, prog="baton trace", description=description)
+    return show_traces(config, sys.stdout)
+
+
 def _drain(argv: Sequence[str]) -> int:
     from baton import terminal
     from baton.options import DrainConfig
@@ -175,6 +184,7 @@ COMMANDS = (
     Command("generate", "Asking", "stream the answer to one prompt", _generate),
     Command("end-session", "Asking", "forget a session and free its KV", _end_session),
     Command("workers", "Looking", "show the workers and their load", _workers),
+    Command("trace", "Looking", "show where a request's time went", _trace),
     Command("bench", "Looking", "put load on a service and measure it", _bench),
     Command("version", "Looking", "show the version", _version),
 )

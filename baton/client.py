@@ -123,6 +123,11 @@ class Client:
         """The workers as the router sees them now."""
         return list(self._call(self._stub.ListWorkers, inference_pb2.ListWorkersRequest()).workers)
 
+    def traces(self, request_id: str = "", limit: int = 0) -> list[inference_pb2.Trace]:
+        """Traces of recent requests that the router keeps (--trace), or of one; at most `limit`, 0: all."""
+        request = inference_pb2.ListTracesRequest(request_id=request_id, limit=limit)
+        return list(self._call(self._stub.ListTraces, request).traces)
+
     def end_session(self, session_id: str) -> bool:
         """Forgets a session and frees its KV; whether anything was known of it."""
         request = inference_pb2.EndSessionRequest(session_id=session_id)
@@ -223,6 +228,11 @@ class AsyncClient:
         """The workers as the router sees them now."""
         response = await self._call(self._stub.ListWorkers, inference_pb2.ListWorkersRequest())
         return list(response.workers)
+
+    async def traces(self, request_id: str = "", limit: int = 0) -> list[inference_pb2.Trace]:
+        """See `Client.traces`."""
+        request = inference_pb2.ListTracesRequest(request_id=request_id, limit=limit)
+        return list((await self._call(self._stub.ListTraces, request)).traces)
 
     async def end_session(self, session_id: str) -> bool:
         """Forgets a session and frees its KV; whether anything was known of it."""

@@ -133,12 +133,21 @@ class ServeConfig:
     """Port of the first router's live page, on loopback; further routers take the next ones. Default: there is none."""
     request_log: Path | None = field(default=None, metadata=_in("Observability"))
     """File that gets a line of JSON for each request that ends, without its text; "-" is standard output."""
+    trace: bool = field(default=False, metadata=_in("Observability"))
+    """Keep the traces of recent requests in the routers, for `baton trace`."""
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
-    """Where spans go."""
+    """Where traces go beside: standard output, or a collector."""
     otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
     """Collector for --trace-exporter otlp, http://host:4317."""
     trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
-    """Part of the traces that begin here which are recorded."""
+    """Part of the traces that begin here which are recorded, beside those of requests that failed, lost a worker or
+    were slow."""
+    trace_slow_first_token_ms: float | None = field(default=None, metadata=_in("Observability", min=0))
+    """A request whose first token takes longer is slow."""
+    trace_slow_total_ms: float | None = field(default=None, metadata=_in("Observability", min=0))
+    """A request that takes longer is slow."""
+    trace_text: bool = field(default=False, metadata=_in("Observability"))
+    """Write prompts, stop strings and answers into traces."""
     log_level: Literal["debug", "info", "warning", "error"] = field(default="warning", metadata=_in("Observability"))
     """Least severe records that the processes log to standard error."""
 
@@ -243,6 +252,18 @@ class EndSessionConfig(WorkersConfig):
 
     session_id: str = field(kw_only=True, metadata={"positional": True})
     """The session to forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig(WorkersConfig):
+    """`baton trace [REQUEST_ID]`."""
+
+    request_id: str | None = field(default=None, kw_only=True, metadata={"positional": True})
+    """The request to show; default: a table of the last ones."""
+    limit: int = field(default=20, metadata=_in("Output", min=0))
+    """Show at most so many; 0: as many as the router keeps."""
+    perfetto: Path | None = field(default=None, metadata=_in("Output"))
+    """Write a file that https://ui.perfetto.dev opens instead."""
 
 
 @dataclass(frozen=True, slots=True)

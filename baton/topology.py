@@ -59,9 +59,15 @@ ROUTER_OPTIONS = (
     "tls_key_file",
     "tls_client_ca_file",
     "allow_anonymous",
+    "trace",
+    "trace_exporter",
+    "otlp_endpoint",
+    "trace_sample_ratio",
+    "trace_slow_first_token_ms",
+    "trace_slow_total_ms",
+    "trace_text",
 )
-SHARED_OPTIONS = ("cluster_secret_file", "redis_password_file")
-OBSERVABILITY_OPTIONS = ("trace_exporter", "otlp_endpoint", "trace_sample_ratio", "log_level")
+SHARED_OPTIONS = ("cluster_secret_file", "redis_password_file", "log_level")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,6 @@ def plan_topology(
             f"--prefill-workers={','.join(addresses['prefill'])}",
             f"--decode-workers={','.join(addresses['decode'] + addresses['mixed'])}",
             f"--drain-timeout-s={config.drain_timeout_s}",
-            *_flags(config, OBSERVABILITY_OPTIONS),
             *([f"--page-port={config.page_port + index}"] if config.page_port is not None else []),
         ]
         routers.append(ProcessSpec(f"router-{index}", tuple(argv), gates_readiness=True, cpus=shared_cpus))
@@ -208,7 +213,6 @@ def _worker(
         f"--drain-timeout-s={config.drain_timeout_s}",
         *_flags(config, WORKER_OPTIONS),
         f"--kv-cache-gpu-mem-utilization={_memory_share(config)}",
-        *_flags(config, OBSERVABILITY_OPTIONS),
     ]
     return ProcessSpec(
         name, tuple(argv), cpus=cpus, environment=(huge_pages.MALLOC_SETTING, OPENMP_SETTING), stop_rank=1

@@ -21,13 +21,14 @@ import grpc.aio
 
 from decode_svc.attach import TokenStreams
 from decode_svc.scheduler import DecodeScheduler
-from engine.attempt import Attempt, start_span
+from engine.attempt import Attempt
 from engine.handoffs import Handoffs
 from engine.kv_reader import Fetched, KVLost, KVReader, Source
 from engine.planning import Plan
 from engine.scheduling import NewToken
 from engine.sequence import DECODE_MOVES, Sequence, State
 from engine.step_loop import StepLoop
+from engine.timeline import CHUNK, FIRST_BYTES
 from engine.wire import (
     check_attempt_id,
     finish_reason_to_proto,
@@ -54,6 +55,7 @@ class _Job:
     source: Source | None
     fetching: asyncio.Task[None] | None = None
     fetched: Fetched | None = None
+    has_bytes: bool = False
     lost: str = ""
 
 
@@ -108,7 +110,6 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         finally:
             self.scheduler.end(sequence, State.CANCELLED, "the router closed the call")
             del self._jobs[sequence], self._by_attempt[sequence.request.attempt_id]
-            job.attempt.close()
             self._worker.note_change()
             self._step_loop.wake()
 
@@ -125,8 +126,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             if identity.role == inference_pb2.WORKER_ROLE_MIXED:
                 raise FailedPrecondition("source: a mixed worker prefills itself")
             source = Source(request.source.worker_id, request.source.address, request.source.epoch)
-        span = start_span(self._parts.telemetry, "baton.decode", context, accepted, identity.worker_id)
-        attempt = Attempt(accepted, DECODE_MOVES, span, self._on_end)
+        attempt = Attempt(accepted, DECODE_MOVES, context, self._on_end)
         sequence = attempt.sequence
         job = self._jobs[sequence] = _Job(attempt, request.router_id, source)
         self._by_attempt[accepted.attempt_id] = sequence
@@ -166,6 +166,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             transfer_ms=0 if fetched is None else 1000 * fetched.duration_s,
             prefill_ms=1000 * prefill_s,
             detail=sequence.detail,
+            timeline=attempt.timeline(),
         )
 
     async def Attach(
@@ -209,7 +210,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 sequence.block_table,
                 sequence.num_cached,
                 sequence.num_tokens,
-                lambda: self.scheduler.received(sequence),
+                lambda: self._received(job),
             )
             self._handoffs.note(fetched.transport, fetched.num_bytes, fetched.duration_s)
             if not sequence.is_over:
@@ -225,6 +226,13 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             self._parts.holdings.unpin(sequence)
             self._worker.note_change()
             self._step_loop.wake()
+
+    def _received(self, job: _Job) -> None:
+        """Some of the KV is here."""
+        if not job.has_bytes:
+            job.has_bytes = True
+            job.attempt.note(FIRST_BYTES)
+        self.scheduler.received(job.attempt.sequence)
 
     def _lose(self, job: _Job, detail: str) -> None:
         self._handoffs.num_lost += 1
@@ -251,6 +259,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
         """Sends the tokens of a step."""
+        if plan.num_tokens > len(plan.slices):  # chunks of prompts are in it
+            for part in plan.slices:
+                if part.num_tokens > 1 and (job := self._jobs.get(part.sequence)) is not None:
+                    job.attempt.note(CHUNK, part.num_tokens)
         self._send(new_tokens)
         self._worker.note_change()
 

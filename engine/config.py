@@ -137,12 +137,6 @@ class WorkerConfig:
     none."""
     metrics_host: str = field(default="127.0.0.1", metadata=_in("Observability"))
     """Address that --metrics-port listens on, whatever --host is."""
-    trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
-    """Where spans go."""
-    otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
-    """Collector for --trace-exporter otlp, http://host:4317."""
-    trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
-    """Part of the traces that begin here which are recorded; a caller's decision is followed."""
     log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata=_in("Observability"))
     """Least severe records that are logged."""
     core_board: Path | None = field(default=None, metadata=_in("Supervision", hidden=True))

@@ -2,7 +2,7 @@
 
 Phase is arithmetic: a sequence has tokens, and tokens whose KV is computed; what is pending is the difference. The
 state says only who is responsible for the next thing to happen. `Sequence.move` is the one place that changes it: it
-checks the table and tells the observer, which writes the span event.
+checks the table and tells the observer, which notes the move for the trace.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from kvstore.memory import BlockMemory
 from kvstore.metadata import open_store
 from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
 from protos import inference_pb2, worker_pb2_grpc
-from runtime import logs, telemetry
+from runtime import logs
 from runtime.doors import Cluster, open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.http_door import metrics_door, showing
@@ -96,8 +96,6 @@ class WorkerParts:
     """The pool's bytes."""
     cluster: Cluster
     """What this worker asks of callers, and shows where it calls."""
-    telemetry: telemetry.Telemetry
-    """Traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ class Worker:
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
             parts = self._build_parts(model, layout, epoch, memory)
-            stack.callback(parts.telemetry.shut_down)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
@@ -328,13 +325,6 @@ class Worker:
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,
             cluster=open_cluster(config),
-            telemetry=telemetry.configure(
-                f"baton-{self._role_name}",
-                config.trace_exporter,
-                endpoint=config.otlp_endpoint,
-                sample_ratio=config.trace_sample_ratio,
-                instance_id=self._worker_id,
-            ),
         )
 
 

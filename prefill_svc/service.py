@@ -15,18 +15,19 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from engine.attempt import Attempt, start_span
+from engine.attempt import Attempt
 from engine.planning import Plan
 from engine.scheduling import NewToken
 from engine.sequence import PREFILL_MOVES, Sequence, State
 from engine.step_loop import StepLoop
+from engine.timeline import CHUNK, CREDIT
 from engine.wire import pool_status, request_from_attempt, token_to_proto
 from engine.worker import WorkerParts
 from engine.worker_service import WorkerService
 from kvstore.leases import Lease, LeaseState
 from prefill_svc.scheduler import PrefillScheduler
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from runtime.errors import Aborted, BatonError, Unavailable
+from runtime.errors import Aborted, Unavailable
 from runtime.metrics import Family
 from runtime.rpc import Server
 
@@ -85,31 +86,25 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         finally:
             self.scheduler.end(sequence, State.CANCELLED, "the router closed the call")
             del self._jobs[sequence]
-            attempt.close()
             self._worker.note_change()
             self._step_loop.wake()
 
     def _accept(self, request: worker_pb2.PrefillRunRequest, context: Context[object, object]) -> _Job:
-        identity, limits = self._parts.identity, self._parts.limits
-        model = identity.model
+        model, limits = self._parts.identity.model, self._parts.limits
         accepted = request_from_attempt(request.attempt, model.fingerprint, model.vocab_size, limits.max_model_len)
-        span = start_span(self._parts.telemetry, "baton.prefill", context, accepted, identity.worker_id)
-        attempt = Attempt(accepted, PREFILL_MOVES, span, self._on_end)
+        attempt = Attempt(accepted, PREFILL_MOVES, context, self._on_end)
         sequence = attempt.sequence
-        try:
-            lease = self._leases.open(
-                accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(sequence), attempt.changed.set
-            )
-        except BatonError:
-            span.end()
-            raise
+        lease = self._leases.open(
+            accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(attempt), attempt.changed.set
+        )
         job = self._jobs[sequence] = _Job(attempt, lease)
         self.scheduler.add(sequence)
         self._worker.note_change()
         return job
 
-    def _on_credit(self, sequence: Sequence) -> None:
-        self.scheduler.credit(sequence)
+    def _on_credit(self, attempt: Attempt) -> None:
+        attempt.note(CREDIT)
+        self.scheduler.credit(attempt.sequence)
         self._step_loop.wake()
 
     def _on_end(self, attempt: Attempt) -> None:
@@ -136,6 +131,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             cached_tokens=sequence.num_cached,
             queue_ms=attempt.queue_ms,
             prefill_ms=1000 * (sequence.first_token_s - sequence.started_s),
+            timeline=attempt.timeline(),
         )
 
     # Steps
@@ -146,6 +142,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
     def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
         """More blocks are readable; finished prompts are complete."""
+        for part in plan.slices:
+            if (job := self._jobs.get(part.sequence)) is not None:
+                job.attempt.note(CHUNK, part.num_tokens)
         self._report_progress(plan)
         for token in new_tokens:
             lease = self._jobs[token.sequence].lease

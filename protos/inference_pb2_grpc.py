@@ -55,6 +55,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
+        self.ListTraces = channel.unary_unary(
+                '/baton.v1.Inference/ListTraces',
+                request_serializer=protos_dot_inference__pb2.ListTracesRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ListTracesResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -89,6 +94,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTraces(self, request, context):
+        """ListTraces shows what became of recent requests, where this router keeps their traces (--trace).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=protos_dot_inference__pb2.EndSessionRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'ListTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTraces,
+                    request_deserializer=protos_dot_inference__pb2.ListTracesRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ListTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class Inference:
             '/baton.v1.Inference/EndSession',
             protos_dot_inference__pb2.EndSessionRequest.SerializeToString,
             protos_dot_inference__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/ListTraces',
+            protos_dot_inference__pb2.ListTracesRequest.SerializeToString,
+            protos_dot_inference__pb2.ListTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

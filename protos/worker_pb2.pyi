@@ -80,16 +80,18 @@ class PrefillAccepted(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
-    __slots__ = ("token", "cached_tokens", "queue_ms", "prefill_ms")
+    __slots__ = ("token", "cached_tokens", "queue_ms", "prefill_ms", "timeline")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     token: DecodedToken
     cached_tokens: int
     queue_ms: float
     prefill_ms: float
-    def __init__(self, token: _Optional[_Union[DecodedToken, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
+    timeline: Timeline
+    def __init__(self, token: _Optional[_Union[DecodedToken, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class PrefillFinished(_message.Message):
     __slots__ = ("intact",)
@@ -132,7 +134,7 @@ class DecodeRunRequest(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeRunResponse(_message.Message):
-    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail")
+    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail", "timeline")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +146,7 @@ class DecodeRunResponse(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     finish_reason: _inference_pb2.FinishReason
     matched_token_id: int
@@ -155,7 +158,28 @@ class DecodeRunResponse(_message.Message):
     transfer_ms: float
     prefill_ms: float
     detail: str
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+    timeline: Timeline
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("age_ms", "moments", "num_left_out")
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    age_ms: float
+    moments: _containers.RepeatedCompositeFieldContainer[Moment]
+    num_left_out: int
+    def __init__(self, age_ms: _Optional[float] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
+
+class Moment(_message.Message):
+    __slots__ = ("name", "at_ms", "num_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    at_ms: float
+    num_tokens: int
+    def __init__(self, name: _Optional[str] = ..., at_ms: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("router_id",)

@@ -21,14 +21,14 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from opentelemetry.trace import Span
 
 from protos import worker_pb2
 from router.answer import Answer, TokensMissing
 from router.links import Incarnation
+from router.request_trace import AttemptMarks
 from runtime.errors import BatonError
 from runtime.rpc import error_from_call, has_details
-from runtime.telemetry import inject
+from runtime.traces import TraceContext, inject
 
 ACCEPT_S = 10.0
 """How long prefill may take to accept, which it does before it computes anything."""
@@ -87,8 +87,8 @@ class Attempt:
     """Computes the prompt; None: decode does."""
     waited_ms: int
     """How long the request has waited for this attempt."""
-    span: Span
-    """Parent of the workers' spans."""
+    context: TraceContext | None = None
+    """What workers are told of its trace; None: nobody asks them what they did."""
     num_evictions: int = 0
     """How often earlier attempts were evicted."""
     router_id: str = ""
@@ -99,9 +99,9 @@ class Attempt:
     """Without a prefill worker: the most that decode may have to compute; 0: any number."""
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Never reused."""
-    _first_token: worker_pb2.PrefillFirstToken | None = None
+    marks: AttemptMarks = field(default_factory=AttemptMarks)
+    """Its course."""
     _num_assigned_tokens: int = 0
-    _is_handed_off: bool = False
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     _prefilling: asyncio.Task[None] | None = None
     _deciding: asyncio.Task[worker_pb2.DecodeRunResponse] | None = None
@@ -113,6 +113,7 @@ class Attempt:
 
     async def run(self) -> Served:
         """Serves the request. Raises AttemptFailed, or what would fail any attempt."""
+        self.marks.began_s = time.monotonic()
         # Made once: the answer grows while the workers are told, and both must be told the same.
         message = self._message()
         self._assign()
@@ -131,7 +132,7 @@ class Attempt:
                 record = await self._verdict
                 if record.outcome != worker_pb2.OUTCOME_FINISHED:
                     raise await self._failed(record)
-                return Served(record, self._first_token)
+                return Served(record, self.marks.first_token)
         finally:
             self.decode.num_assigned -= 1
             self._prompt_is_computed()
@@ -191,8 +192,9 @@ class Attempt:
 
     def _on_token(self, token: worker_pb2.DecodedToken) -> None:
         """A token from decode: its copy of the KV is good."""
-        self._is_handed_off = True
         self._add(token)
+        if self.marks.handed_off_s is None:
+            self.marks.handed_off_s = time.monotonic()
 
     def _add(self, token: worker_pb2.DecodedToken) -> None:
         try:
@@ -238,19 +240,19 @@ class Attempt:
         return worker_pb2.KVSource(worker_id=prefill.worker_id, address=prefill.address, epoch=accepted.epoch)
 
     async def _prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> None:
+        request, metadata = worker_pb2.PrefillRunRequest(attempt=message), inject(self.context)
+        self.marks.prefill_asked_s = time.monotonic()
         with _calling(prefill):
-            call = prefill.prefill.Run(
-                worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span), timeout=self._timeout_s()
-            )
+            call = prefill.prefill.Run(request, metadata=metadata, timeout=self._timeout_s())
             try:
                 async for event in call:
                     if event.HasField("accepted"):
                         if not self._accepted.done():
                             self._accepted.set_result(event.accepted)
                     elif event.HasField("first_token"):
-                        self._first_token = event.first_token
                         self._prompt_is_computed()
                         self._add(event.first_token.token)
+                        self.marks.first_token, self.marks.computed_s = event.first_token, time.monotonic()
             finally:
                 call.cancel()
 
@@ -274,7 +276,7 @@ class Attempt:
         elif self._giving_up is None:
 
             def give_up() -> None:
-                if not self._is_handed_off:
+                if self.marks.handed_off_s is None:
                     self._fail(error)
 
             self._giving_up = asyncio.get_running_loop().call_later(VERDICT_S, give_up)
@@ -302,9 +304,11 @@ class Attempt:
         request = worker_pb2.DecodeRunRequest(
             attempt=message, router_id=self.router_id, source=source, max_local_tokens=self.max_local_tokens
         )
+        self.marks.decode_asked_s = time.monotonic()
         with _calling(self.decode):
-            record = await self.decode.decode.Run(request, metadata=inject(self.span), timeout=self._timeout_s())
+            record = await self.decode.decode.Run(request, metadata=inject(self.context), timeout=self._timeout_s())
         assert isinstance(record, worker_pb2.DecodeRunResponse)
+        self.marks.record, self.marks.decided_s = record, time.monotonic()
         if record.outcome == worker_pb2.OUTCOME_FINISHED:
             await self._all_tokens(record.num_tokens)
         return record

@@ -94,12 +94,21 @@ class RouterConfig:
     none."""
     metrics_host: str = field(default="127.0.0.1", metadata=_in("Observability"))
     """Address that --metrics-port listens on, whatever --host is."""
+    trace: bool = field(default=False, metadata=_in("Observability"))
+    """Keep the traces of recent requests in memory, for `baton trace`."""
     trace_exporter: Literal["none", "console", "otlp"] = field(default="none", metadata=_in("Observability"))
-    """Where spans go."""
+    """Where traces go beside: standard output, or a collector; what workers did is part of them."""
     otlp_endpoint: str | None = field(default=None, metadata=_in("Observability"))
     """Collector for --trace-exporter otlp, http://host:4317."""
     trace_sample_ratio: float = field(default=1.0, metadata=_in("Observability", min=0, max=1))
-    """Part of the traces that begin here which are recorded; a caller's decision is followed."""
+    """Part of the traces that begin here which are recorded; a caller's decision is followed. Those of requests that
+    failed, lost a worker or were slow are recorded in any case."""
+    trace_slow_first_token_ms: float = field(default=5000.0, metadata=_in("Observability", min=0))
+    """A request whose first token takes longer is slow."""
+    trace_slow_total_ms: float = field(default=60000.0, metadata=_in("Observability", min=0))
+    """A request that takes longer is slow."""
+    trace_text: bool = field(default=False, metadata=_in("Observability"))
+    """Write prompts, stop strings and answers into traces; whoever sees traces can read them."""
     page_port: int | None = field(default=None, metadata=_in("Observability", min=0, max=65535))
     """Port of the live page, for browsers: the workers, their load and the requests of this router, without a
     credential; 0 takes a free one. Default: there is none."""

@@ -18,8 +18,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from opentelemetry.trace import Span, Status, StatusCode
-
 from kvstore.hashing import attempt_label
 from protos import inference_pb2
 from router.answer import Answer
@@ -29,9 +27,9 @@ from router.fleet import Fleet
 from router.links import Incarnation
 from router.policies.base import Policy, Wanted
 from router.recovery import Recovery
+from router.request_trace import RequestTrace, TracedAttempt
 from router.sessions import Turn
 from runtime.errors import Unavailable
-from runtime.telemetry import Telemetry
 
 LOG = logging.getLogger(__name__)
 
@@ -46,6 +44,8 @@ class Choice:
     """Computes the prompt; None: decode does."""
     num_held: int = 0
     """Leading tokens whose KV decode should have from earlier turns of the session."""
+    why: str = ""
+    """Why these, for the trace."""
     max_local_tokens: int = 0
     """With `num_held`: the most that decode may have to compute all the same, or prefill had better do it; 0: any."""
 
@@ -57,7 +57,6 @@ class Dispatcher:
         self,
         fleet: Fleet,
         policy: Policy,
-        telemetry: Telemetry,
         router_id: str,
         local_prefill_max_tokens: int,
         local_turn_max_tokens: int,
@@ -65,7 +64,7 @@ class Dispatcher:
     ) -> None:
         self._fleet = fleet
         self._policy = policy
-        self._telemetry = telemetry
+        self._policy_name = type(policy).__module__.rpartition(".")[2]
         self._router_id = router_id
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._local_turn_max_tokens = local_turn_max_tokens
@@ -77,8 +76,11 @@ class Dispatcher:
         self.recoveries: Counter[str] = Counter()
         """Attempts that failed and were followed by another, by cause; see `cause_of`."""
 
-    async def serve(self, answer: Answer, turn: Turn | None, parent: Span) -> tuple[inference_pb2.Finish, Incarnation]:
-        """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be."""
+    async def serve(
+        self, answer: Answer, turn: Turn | None, trace: RequestTrace
+    ) -> tuple[inference_pb2.Finish, Incarnation]:
+        """Completes `answer`; returns how it finished and who holds its KV. Raises BatonError if it cannot be. Notes in
+        `trace` what was tried."""
         recovery = Recovery()
         first_dispatch_s: float | None = None
         attempt_number = 0
@@ -90,7 +92,7 @@ class Dispatcher:
             self.num_attempts += 1
             answer.worker_ids = ((choice.prefill or choice.decode).worker_id, choice.decode.worker_id)
             try:
-                served = await self._attempt(answer, choice, turn, attempt_number, recovery.num_evictions, parent)
+                served = await self._attempt(answer, choice, turn, recovery.num_evictions, trace)
             except AttemptFailed as failure:
                 self._note_failure(answer, failure, choice)
                 if answer.matched_stop is not None:
@@ -113,36 +115,45 @@ class Dispatcher:
             return _finish(answer, served, choice, attempt_number, queue_ms), choice.decode
 
     async def _attempt(
-        self, answer: Answer, choice: Choice, turn: Turn | None, number: int, num_evictions: int, parent: Span
+        self, answer: Answer, choice: Choice, turn: Turn | None, num_evictions: int, trace: RequestTrace
     ) -> Served:
-        span = self._telemetry.start_span("baton.attempt", parent=parent)
         attempt = Attempt(
             answer,
             choice.decode,
             choice.prefill,
             round(1000 * (time.monotonic() - answer.arrived_s)),
-            span,
+            trace.attempt_context(),
             num_evictions=num_evictions,
             router_id=self._router_id,
             session=None if turn is None else turn.to_proto(),
             max_local_tokens=choice.max_local_tokens,
         )
-        span.set_attributes(
-            {
-                "baton.attempt_id": attempt_label(attempt.attempt_id),
-                "baton.attempt_number": number,
-                "baton.decode_worker_id": choice.decode.worker_id,
-                "baton.prefill_worker_id": (choice.prefill or choice.decode).worker_id,
-                "baton.num_held_tokens": choice.num_held,
-            }
-        )
+        num_before, num_input_tokens, failed = len(answer.token_ids), answer.next_position, None
         try:
             return await attempt.run()
         except AttemptFailed as failure:
-            span.set_status(Status(StatusCode.ERROR, failure.message))
+            failed = failure
             raise
         finally:
-            span.end()
+            num_new_tokens = len(answer.token_ids) - num_before
+            trace.attempts.append(
+                TracedAttempt(
+                    attempt.context,
+                    attempt_label(attempt.attempt_id),
+                    choice.decode,
+                    choice.prefill,
+                    choice.why,
+                    choice.num_held,
+                    num_input_tokens,
+                    num_new_tokens,
+                    answer.last_token_s if num_new_tokens else None,
+                    attempt.marks,
+                    time.monotonic(),
+                    "" if failed is None else failed.message,
+                    failed is not None and failed.evicted,
+                    failed is not None and failed.culprit is not None and not failed.evicted,
+                )
+            )
 
     def _note_failure(self, answer: Answer, failure: AttemptFailed, choice: Choice) -> None:
         """KV that did not get across, from a worker that is there, says something of that pair only."""
@@ -196,19 +207,25 @@ class Dispatcher:
             and worker.fits(decode)
             and not (self.breakers.is_open(worker) or self.breakers.is_open(worker, decode))
         ]
+        why = "decode holds the session" if decode is holder else f"decode of {len(decodes)} by {self._policy_name}"
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
-            return Choice(decode, None, num_held)
-        if len(token_ids) - num_held > limit:
-            return Choice(decode, self._pick_prefill(prefills, wanted, recovery), num_held)
+            is_mixed = decode.role == inference_pb2.WORKER_ROLE_MIXED
+            return Choice(decode, None, num_held, f"{why}; it is {'mixed' if is_mixed else 'without a prefill worker'}")
+        num_new = len(token_ids) - num_held
+        if num_new > limit:
+            prefill, reason = self._pick_prefill(prefills, wanted, recovery)
+            return Choice(decode, prefill, num_held, f"{why}; {reason}")
         # One block more: a whole input that is held is never reused to its last token.
-        return Choice(decode, None, num_held, limit + decode.description.block_size if num_held else 0)
+        max_local_tokens = limit + decode.description.block_size if num_held else 0
+        return Choice(decode, None, num_held, f"{why}; it computes {num_new} new tokens itself", max_local_tokens)
 
-    def _pick_prefill(self, prefills: list[Incarnation], wanted: Wanted, recovery: Recovery) -> Incarnation:
-        """The one that has computed this before, unless others could do so sooner than that one comes to it."""
+    def _pick_prefill(self, prefills: list[Incarnation], wanted: Wanted, recovery: Recovery) -> tuple[Incarnation, str]:
+        """The one that has computed this before, unless others could do so sooner than that one comes to it; and why
+        that one."""
         picked, keeper = self._policy.pick_prefill(prefills, wanted), recovery.keeper
         if keeper in prefills and _num_ahead(keeper) <= _num_ahead(picked) + recovery.num_kept_tokens:
-            return keeper
-        return picked
+            return keeper, "prefill has computed it before"
+        return picked, f"prefill of {len(prefills)} by {self._policy_name}"
 
 
 CAUSES = ("evicted", "died", "kv_gone", "kv_lost", "refused")

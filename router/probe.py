@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-from opentelemetry.trace import INVALID_SPAN
-
 from protos import inference_pb2
 from router.answer import Answer
 from router.attempts import Attempt
@@ -43,7 +41,7 @@ class Prober:
             tenant=TENANT,
         )
         answer = Answer(request, self._tokenizer, time.monotonic())
-        attempt = Attempt(answer, decode, prefill, 0, INVALID_SPAN, router_id=self._router_id)
+        attempt = Attempt(answer, decode, prefill, 0, router_id=self._router_id)
         served = await attempt.run()
         if len(answer.token_ids) != NUM_TOKENS or (prefill is not None and served.record.kv_bytes == 0):
             raise Unavailable(f"a probe gave {len(answer.token_ids)} tokens and moved {served.record.kv_bytes} bytes")

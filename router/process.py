@@ -29,7 +29,8 @@ from router.service import InferenceService
 from router.session_holders import SessionHolders
 from router.sessions import Sessions
 from router.tenants import Tenants
-from runtime import logs, plugins, telemetry
+from router.tracing import Tracer
+from runtime import logs, plugins
 from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.gen_ai import GenAi
@@ -53,6 +54,8 @@ class RunningRouter:
     """The workers it sees."""
     service: InferenceService
     """The requests it serves."""
+    tracer: Tracer
+    """What became of them."""
     server: Server
     """Its sockets."""
     watching: asyncio.Task[None]
@@ -106,14 +109,8 @@ async def serving(
 ) -> AsyncIterator[RunningRouter]:
     """A router that takes calls inside the block and is gone after it: running calls get a moment, then end."""
     async with contextlib.AsyncExitStack() as stack:
-        traces = telemetry.configure(
-            "baton-router",
-            config.trace_exporter,
-            endpoint=config.otlp_endpoint,
-            sample_ratio=config.trace_sample_ratio,
-            instance_id=router_id,
-        )
-        stack.callback(traces.shut_down)
+        tracer = Tracer(config, router_id, model)
+        stack.callback(tracer.shut_down)
         gen_ai = None
         if config.metrics_port is not None or config.metric_exporter != "none":
             gen_ai = GenAi(
@@ -159,7 +156,6 @@ async def serving(
         dispatcher = Dispatcher(
             fleet,
             policy,
-            traces,
             stream_id,
             config.local_prefill_max_tokens,
             config.local_turn_max_tokens,
@@ -172,7 +168,7 @@ async def serving(
             fleet,
             dispatcher,
             sessions,
-            traces,
+            tracer,
             admission,
             config.client_stall_s,
             config.worker_wait_s,
@@ -193,7 +189,7 @@ async def serving(
         stack.push_async_callback(_cancel, asyncio.create_task(sessions.run()))
         # Registered last, so it runs first: calls end while the workers' streams still stand.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        yield RunningRouter(address, fleet, service, server, watching)
+        yield RunningRouter(address, fleet, service, tracer, server, watching)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:

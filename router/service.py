@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 
 import grpc.aio
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from protos import inference_pb2, inference_pb2_grpc
 from router.admission import Admission, Ticket
@@ -24,13 +23,15 @@ from router.fleet import Fleet
 from router.ledger import Entry, Ledger
 from router.links import Incarnation
 from router.model import TextModel
+from router.request_trace import RequestTrace
 from router.sessions import Sessions, Turn
 from router.stalls import stall_limit
 from router.tenants import Tenant, Tenants
+from router.trace_wire import trace_to_proto
+from router.tracing import Tracer
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
-from runtime.telemetry import Telemetry, extract, trace_id_of
 
 Context = grpc.aio.ServicerContext
 SHORT_BYTES = 1024
@@ -48,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         fleet: Fleet,
         dispatcher: Dispatcher,
         sessions: Sessions,
-        telemetry: Telemetry,
+        tracer: Tracer,
         admission: Admission,
         client_stall_s: float,
         worker_wait_s: float,
@@ -60,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._sessions = sessions
-        self._telemetry = telemetry
+        self._tracer = tracer
         self._admission = admission
         self._client_stall_s = client_stall_s
         self._worker_wait_s = worker_wait_s
@@ -97,32 +98,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with self._ledger.entry(request) as entry:
             tenant = self._tenants.of(context)
             num_tokens = request.session_tokens if request.HasField("session_tokens") else None
-            with self._admitted(request, tenant, context) as ticket:
+            with (
+                self._tracer.tracing(request, tenant.name, entry.arrived_s, context.invocation_metadata()) as trace,
+                self._admitted(request, tenant, context) as ticket,
+            ):
                 async with self._sessions.turn(tenant.name, request.session_id, request.append, num_tokens) as turn:
-                    await self._answer(request, tenant, context, ticket, turn, entry)
+                    await self._answer(trace, tenant, context, ticket, turn, entry)
 
     async def _answer(
         self,
-        request: inference_pb2.GenerateRequest,
+        trace: RequestTrace,
         tenant: Tenant,
         context: Context[object, object],
         ticket: Ticket,
         turn: Turn | None,
         entry: Entry,
     ) -> None:
-        prepared = await self._validated(request, tenant, turn)
+        trace.prepared = prepared = await self._validated(trace.request, tenant, turn)
+        trace.validated_s = time.monotonic()
         with self._named(prepared):
-            answer = Answer(prepared, self._model.tokenizer, entry.arrived_s, time_remaining_s(context))
-            span = self._start_span(prepared, entry.operation, context)
-            entry.answer, entry.trace_id = answer, trace_id_of(span)
-            serving = asyncio.create_task(self._serve(answer, prepared, ticket, turn, span))
+            answer = Answer(prepared, self._model.tokenizer, trace.arrived_s, time_remaining_s(context))
+            trace.answer = entry.answer = answer
+            entry.trace_id = "" if trace.context is None else f"{trace.context.trace_id:032x}"
+            serving = asyncio.create_task(self._serve(answer, prepared, ticket, turn, trace))
             try:
                 entry.finish = await self._stream(answer, serving, ticket, context)
             finally:
                 if not serving.done():
                     serving.cancel()
                     await asyncio.wait([serving])
-                _close_span(span, serving)
 
     async def _stream(
         self,
@@ -153,10 +157,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return finish
 
     async def _serve(
-        self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, turn: Turn | None, span: Span
+        self, answer: Answer, prepared: PreparedRequest, ticket: Ticket, turn: Turn | None, trace: RequestTrace
     ) -> inference_pb2.Finish:
         await ticket.placed
-        finish, holder = await self._dispatcher.serve(answer, turn, span)
+        trace.placed_s = time.monotonic()
+        finish, holder = await self._dispatcher.serve(answer, turn, trace)
+        trace.finish = finish
         # However long the client takes to read the end.
         self._admission.give_back(ticket)
         if turn is not None:
@@ -219,26 +225,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self._model.chat_template is not None,
         )
 
-    def _start_span(self, prepared: PreparedRequest, operation: str, context: Context[object, object]) -> Span:
-        sampling = prepared.sampling
-        return self._telemetry.start_span(
-            "baton.v1.Inference/Generate",
-            kind=SpanKind.SERVER,
-            parent=extract(context.invocation_metadata()),
-            attributes={
-                "rpc.system.name": "grpc",
-                "rpc.method": "baton.v1.Inference/Generate",
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "baton",
-                "gen_ai.request.model": self._model.name,
-                "gen_ai.request.max_tokens": sampling.max_tokens,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.usage.input_tokens": len(prepared.prompt_token_ids),
-                "baton.request_id": prepared.request_id,
-                "baton.tenant": prepared.tenant,
-            },
-        )
-
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context[object, object]
     ) -> inference_pb2.GetModelResponse:
@@ -260,6 +246,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._tenants.operator(context)
         return inference_pb2.ListWorkersResponse(workers=[_status(w) for w in self._fleet.incarnations()])
 
+    async def ListTraces(
+        self, request: inference_pb2.ListTracesRequest, context: Context[object, object]
+    ) -> inference_pb2.ListTracesResponse:
+        """The traces of recent requests; for operators, because they are everybody's."""
+        self._tenants.operator(context)
+        traces = self._tracer.recent_traces(request.request_id)
+        return inference_pb2.ListTracesResponse(traces=map(trace_to_proto, traces[-request.limit :]))
+
     async def EndSession(
         self, request: inference_pb2.EndSessionRequest, context: Context[object, object]
     ) -> inference_pb2.EndSessionResponse:
@@ -268,28 +262,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not request.session_id:
             raise InvalidArgument("session_id", "must not be empty")
         return inference_pb2.EndSessionResponse(existed=await self._sessions.end(tenant.name, request.session_id))
-
-
-def _close_span(span: Span, serving: asyncio.Task[inference_pb2.Finish]) -> None:
-    if serving.cancelled():
-        span.set_status(Status(StatusCode.ERROR, "cancelled"))
-    elif (error := serving.exception()) is not None:
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-        span.set_attribute("error.type", type(error).__name__)
-    else:
-        finish = serving.result()
-        span.set_attributes(
-            {
-                "gen_ai.usage.output_tokens": finish.usage.completion_tokens,
-                "gen_ai.response.finish_reasons": [
-                    inference_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
-                ],
-                "baton.cached_tokens": finish.usage.cached_tokens,
-                "baton.time_to_first_token_ms": finish.timing.time_to_first_token_ms,
-                "baton.num_attempts": finish.served_by.num_attempts,
-            }
-        )
-    span.end()
 
 
 def _status(worker: Incarnation) -> inference_pb2.WorkerStatus:

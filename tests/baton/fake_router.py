@@ -25,6 +25,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         self.hang = False
         self.cleaned = asyncio.Event()
         self.ended_sessions: list[str] = []
+        self.traces: list[inference_pb2.Trace] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -76,6 +77,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
             load=inference_pb2.WorkerLoad(num_queued=4, num_running=5, pool=pool),
         )
         return inference_pb2.ListWorkersResponse(workers=[status])
+
+    async def ListTraces(self, request: Any, context: Any) -> Any:
+        traces = [trace for trace in self.traces if request.request_id in ("", trace.request_id)]
+        return inference_pb2.ListTracesResponse(traces=traces[-request.limit :])
 
     async def EndSession(self, request: Any, context: Any) -> Any:
         self.ended_sessions.append(request.session_id)

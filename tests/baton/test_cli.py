@@ -167,12 +167,16 @@ def test_every_process_understands_its_flags() -> None:
         max_num_seqs=8, max_num_tokens=64, chunk_size=32, kv_block_size=4, num_kv_blocks=9,
         target_step_ms=80.0, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
         kv_transports=("grpc",), otlp_endpoint="http://127.0.0.1:4317", log_level="debug", drain_timeout_s=3.5,
+        trace=True, trace_exporter="console", trace_sample_ratio=0.5, trace_slow_total_ms=7.0, trace_text=True,
     )  # fmt: skip
     topology = plan_topology(options, "redis://127.0.0.1:7/0", range(4), iter(range(101, 200)), "run")
     for spec in topology.processes:
         cls = RouterConfig if spec.name.startswith("router") else WorkerConfig
         loaded = configuration.load(cls, [*spec.argv[4:], "--status-fd=3"], prog="p", description="d", env={})
         assert loaded.model == "tracer" and loaded.log_level == "debug" and loaded.drain_timeout_s == 3.5
+        if isinstance(loaded, RouterConfig):
+            assert loaded.trace and loaded.trace_text and loaded.trace_exporter == "console"
+            assert (loaded.trace_sample_ratio, loaded.trace_slow_total_ms) == (0.5, 7.0)
         if isinstance(loaded, WorkerConfig):
             assert (loaded.kv_block_size, loaded.kv_transports, loaded.chunk_size) == (4, ("grpc",), 32)
             assert (loaded.role == "mixed") == spec.name.startswith("mixed")

@@ -45,7 +45,7 @@ INSIDE = {
 """Who calls whom, by the design: routers call workers, decode fetches from prefill, all keep records in Valkey."""
 CLIENTS: Arrow = ("baton/client=true", "router", 50051)
 FURTHER: dict[str, set[Arrow]] = {
-    "otel-collector": {(role, "otel-collector", 4317) for role in ROLES},
+    "otel-collector": {("router", "otel-collector", 4317)},
     "pod-monitor": {("kubernetes.io/metadata.name=monitoring", role, "metrics") for role in ROLES},
     "valkey-sentinel": {("valkey", "valkey", 6379), ("valkey", "valkey", 26379)},
 }

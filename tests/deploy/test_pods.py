@@ -12,6 +12,7 @@ from kustomize import pod_spec
 from manifests import ROLES, ROOT, Variant, config_of, containers, loaded, matches, num_bytes, pod_labels, variant
 
 from engine.config import WorkerConfig
+from router.config import RouterConfig
 from runtime.errors import ConfigError
 
 AFTER_DRAIN_S = 10
@@ -189,10 +190,13 @@ def test_ports(deployed: Variant) -> None:
             addresses.setdefault(service["metadata"]["name"], set()).add(port["port"])
     for role in ROLES:
         config = config_of(deployed, role)
-        for url in filter(None, (config.redis_url, config.otlp_endpoint)):
+        urls = [config.redis_url]
+        if isinstance(config, RouterConfig):
+            urls += [config.otlp_endpoint]
+            assert (config.trace_exporter == "otlp") == (config.otlp_endpoint is not None)
+        for url in filter(None, urls):
             host, port = re.fullmatch(r"\w+://([\w-]+):(\d+)(?:/0)?", url).groups()  # type: ignore[union-attr]
             assert int(port) in addresses[host], url
-        assert (config.trace_exporter == "otlp") == (config.otlp_endpoint is not None)
     for pool in deployed.of("InferencePool"):
         assert deployed.selected(pool["spec"]["selector"]) == {"router"}
         assert [port["number"] for port in pool["spec"]["targetPorts"]] == [config_of(deployed, "router").port]

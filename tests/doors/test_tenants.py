@@ -106,6 +106,9 @@ async def test_sessions_names_and_workers_are_a_tenants_own(tmp_path: Path) -> N
         error = await failure(acme.ListWorkers(inference_pb2.ListWorkersRequest()))
         assert (error.code(), refusal(error)[0]) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
         assert len((await boss.ListWorkers(inference_pb2.ListWorkersRequest())).workers) == 2
+        error = await failure(acme.ListTraces(inference_pb2.ListTracesRequest()))
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert not (await boss.ListTraces(inference_pb2.ListTracesRequest())).traces
         await c.balanced()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,15 +18,14 @@ from fake_workers import (
     good_decode,
     next_tokens,
 )
-from opentelemetry.trace import INVALID_SPAN
 
 from protos import inference_pb2
 from router.answer import Answer
 from router.dispatch import Dispatcher
 from router.links import Incarnation
 from router.policies.base import Policy, Wanted
+from router.request_trace import RequestTrace
 from router.sessions import Turn
-from runtime import telemetry
 
 Served = tuple[inference_pb2.Finish, Incarnation]
 
@@ -48,7 +48,7 @@ class System(Seen):
 
     async def serve(self, answer: Answer, turn: Turn | None = None) -> Served:
         async with asyncio.timeout(LIMIT_S):
-            return await self.dispatcher.serve(answer, turn, INVALID_SPAN)
+            return await self.dispatcher.serve(answer, turn, RequestTrace(time.monotonic()))
 
 
 @contextlib.asynccontextmanager
@@ -59,14 +59,12 @@ async def system(
     worker_wait_s: float = 5.0,
     silence_s: float = 2.0,
 ) -> AsyncIterator[System]:
-    traces = telemetry.configure("test", "none")
     async with fleet_over(*workers, silence_s=silence_s) as seen:
         seen.__class__ = System
         assert isinstance(seen, System)
         seen.dispatcher = Dispatcher(
             seen.fleet,
             InOrder(),
-            traces,
             "router-under-test",
             local_prefill_max_tokens,
             local_turn_max_tokens,

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any
 from unittest import mock
 
-from opentelemetry.trace import INVALID_SPAN
 from wire import Wire, wire_to
 
 import router.fleet
@@ -278,7 +277,7 @@ def answer_of(num_tokens: int = 6, stops: Sequence[str] = (), **fields: Any) -> 
 
 def attempt_of(answer: Answer, decode: Incarnation, prefill: Incarnation | None) -> Attempt:
     """One try."""
-    return Attempt(answer, decode, prefill, 0, INVALID_SPAN, router_id=ROUTER_ID)
+    return Attempt(answer, decode, prefill, 0, router_id=ROUTER_ID)
 
 
 async def crosses(decode: Incarnation, prefill: Incarnation | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,12 +22,11 @@ from fake_workers import (
     good_decode,
     next_tokens,
 )
-from opentelemetry.trace import INVALID_SPAN
 
 from protos import inference_pb2, worker_pb2
 from router import recovery
 from router.dispatch import Dispatcher
-from runtime import telemetry
+from router.request_trace import RequestTrace
 from runtime.errors import Aborted, InvalidArgument, Unavailable
 
 
@@ -54,9 +54,9 @@ async def test_no_prefill_worker_means_local_prefill() -> None:
 async def test_a_mixed_worker_prefills_for_itself() -> None:
     prefill, mixed = p(), FakeWorker(MIXED, "m")
     async with fleet_over(prefill, mixed) as seen:
-        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 0, 1.0)
+        dispatcher = Dispatcher(seen.fleet, InOrder(), "r", 0, 0, 1.0)
         await seen.until(lambda _: "m" in seen.usable_ids())
-        await dispatcher.serve(answer_of(), None, INVALID_SPAN)
+        await dispatcher.serve(answer_of(), None, RequestTrace(time.monotonic()))
         assert not prefill.prefills and not mixed.decodes[0].HasField("source")
 
 
@@ -73,10 +73,10 @@ async def test_only_a_prefill_worker_that_fits_is_asked() -> None:
     other = FakeWorker(PREFILL, "a", layout="another layout")
     fits, decode = p("b"), d()
     async with fleet_over(other, fits, decode) as seen:
-        dispatcher = Dispatcher(seen.fleet, InOrder(), telemetry.configure("test", "none"), "r", 0, 0, 1.0)
+        dispatcher = Dispatcher(seen.fleet, InOrder(), "r", 0, 0, 1.0)
         await seen.until(lambda _: seen.usable_ids() == {"b", "d"})
         seen.named("a").is_proved = True
-        finish, _ = await dispatcher.serve(answer_of(), None, INVALID_SPAN)
+        finish, _ = await dispatcher.serve(answer_of(), None, RequestTrace(time.monotonic()))
         assert finish.served_by.prefill_worker_id == "b" and not other.prefills
 
 

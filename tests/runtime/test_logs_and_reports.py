@@ -1,4 +1,4 @@
-"""What a process has besides configuration and gRPC: plug-ins, logs, status reports, traces, signals."""
+"""What a process has besides configuration and gRPC: plug-ins, logs, status reports, signals."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
 
-from runtime import logs, plugins, rpc, status, telemetry
+from runtime import logs, plugins, rpc, status
 from runtime.errors import ConfigError
-
-CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
@@ -169,63 +163,3 @@ async def test_the_first_signal_is_returned_and_handlers_are_restored() -> None:
     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(waiting, 5) is signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_context_travels_through_metadata() -> None:
-    context = telemetry.extract([("user-agent", "x"), ("traceparent", CALLER), ("binary-bin", b"\x00")])
-    assert context is not None
-    assert dict(telemetry.inject(context)) == {"traceparent": CALLER}
-
-
-@pytest.mark.parametrize("metadata", [None, [], [("other", "x")], [("traceparent", "nonsense")]])
-def test_no_context_is_none(metadata: list[tuple[str, str | bytes]] | None) -> None:
-    assert telemetry.extract(metadata) is None
-
-
-def test_spans_have_the_parents_that_they_were_given() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing = telemetry.Telemetry(provider)
-    context = telemetry.extract([("traceparent", CALLER)])
-    outer = tracing.start_span("outer", kind=SpanKind.SERVER, parent=context, attributes={"a": 1})
-    inner = tracing.start_span("inner", parent=outer)
-    other = tracing.start_span("other")
-    for span in (inner, outer, other):
-        span.end()
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert format(spans["outer"].context.trace_id, "032x") == CALLER.split("-")[1]
-    assert format(spans["outer"].parent.span_id, "016x") == CALLER.split("-")[2]
-    assert spans["inner"].parent.span_id == spans["outer"].context.span_id
-    assert spans["other"].parent is None
-    assert spans["outer"].attributes == {"a": 1}
-    assert dict(telemetry.inject(inner))["traceparent"].split("-")[2] == format(spans["inner"].context.span_id, "016x")
-
-
-def test_without_an_exporter_nothing_is_recorded_and_the_callers_context_goes_on() -> None:
-    tracing = telemetry.configure("router")
-    span = tracing.start_span("a", parent=telemetry.extract([("traceparent", CALLER)]))
-    assert not tracing.enabled and not span.is_recording()
-    assert dict(telemetry.inject(span)) == {"traceparent": CALLER}
-    assert telemetry.inject(tracing.start_span("root")) == ()
-    tracing.shut_down()
-
-
-def test_the_console_exporter_prints_ended_spans(capsys: pytest.CaptureFixture[str]) -> None:
-    tracing = telemetry.configure("baton-router", "console", instance_id="router-0")
-    tracing.start_span("visible").end()
-    tracing.shut_down()
-    printed = capsys.readouterr().out
-    assert '"name": "visible"' in printed
-    assert '"service.name": "baton-router"' in printed and '"service.instance.id": "router-0"' in printed
-
-
-def test_a_ratio_of_zero_records_only_what_the_caller_wants_recorded() -> None:
-    tracing = telemetry.configure("router", "console", sample_ratio=0.0)
-    assert not tracing.start_span("root").is_recording()
-    assert tracing.start_span("child", parent=telemetry.extract([("traceparent", CALLER)])).is_recording()
-
-
-def test_otlp_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"install baton-llm\[otlp\]"):
-        telemetry.configure("router", "otlp", endpoint="http://127.0.0.1:4317")
