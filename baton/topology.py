@@ -51,6 +51,7 @@ ROUTER_OPTIONS = (
     "priority_ageing_s",
     "policy",
     "local_turn_max_tokens",
+    "turn_placement",
     "session_ttl_s",
     "tenants_file",
     "tls_cert_file",

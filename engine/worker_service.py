@@ -22,6 +22,7 @@ from typing import Protocol
 import grpc.aio
 
 from engine.request import Sample
+from engine.session_handoff import SessionHandoff
 from engine.step_stalls import StepClock
 from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
@@ -85,6 +86,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         transport_names: Sequence[str],
         leases: LeaseTable,
         sessions: SessionTable,
+        handoff: SessionHandoff,
         role: Role,
         on_drain: Callable[[], None],
         step_clock: StepClock,
@@ -94,6 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self.identity = identity
         self.leases = leases
         self._sessions = sessions
+        self._handoff = handoff
         self.is_draining = False
         """Whether new attempts are refused."""
         self.next_role: asyncio.Future[inference_pb2.WorkerRole] = asyncio.get_running_loop().create_future()
@@ -175,8 +178,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self.note_change()
         return worker_pb2.ForgetSessionResponse(existed=existed)
 
+    async def HandOffSession(
+        self, request: worker_pb2.HandOffSessionRequest, context: Context[object, object]
+    ) -> worker_pb2.HandOffSessionResponse:
+        """The next session that another worker may keep, leased here; none while there is nothing to hand off."""
+        if not self.is_draining:
+            raise FailedPrecondition(f"worker {self.identity.worker_id} does not drain: it keeps its sessions")
+        if request.given_up_attempt_id:
+            self._handoff.give_up(request.given_up_attempt_id)
+        response = self._handoff.next(time.monotonic())
+        self.note_change()
+        return response
+
     async def drain(self, timeout_s: float | None) -> int:
-        """Drains; gives running attempts back after `timeout_s` (None: never). Answers how many it gave back."""
+        """Drains; gives running attempts back after `timeout_s` (None: never). Sessions are handed off meanwhile, and
+        as long as somebody takes them until that time. Answers how many attempts it gave back."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.is_draining = True
         self._on_drain()
         self.note_change()
@@ -186,6 +203,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         if self._role.live_attempts():
             num_evicted = self._role.evict_all("the worker drains")
             await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
+        await self._handoff.finish(ends_s)
         return num_evicted
 
     def end_streams(self) -> None:
@@ -246,7 +264,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
                 "have_tokens",
                 f"must be whole blocks of {layout.block_size} within {lease.num_tokens}, got {request.have_tokens}",
             )
-        self.leases.claim(lease)
+        most_lent = min(request.have_tokens, lease.num_tokens - 1)
+        if request.lent_tokens % layout.block_size or request.lent_tokens > most_lent:
+            text = f"must be whole blocks of {layout.block_size} within {most_lent}, got {request.lent_tokens}"
+            raise InvalidArgument("lent_tokens", text)
+        self.leases.claim(lease, request.lent_tokens)
         return lease
 
     async def Release(
@@ -259,8 +281,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         response = worker_pb2.ReleaseResponse(
             intact=intact, epoch=self.leases.epoch, num_tokens=lease.num_tokens, checksum=lease.checksum
         )
-        if intact:
-            assert isinstance(lease.result, Sample)
+        if intact and isinstance(lease.result, Sample):
             response.first_token.CopyFrom(token_to_proto(lease.num_tokens, lease.result))
         return response
 

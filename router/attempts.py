@@ -97,6 +97,8 @@ class Attempt:
     """Whose KV is kept when the attempt has ended well."""
     max_local_tokens: int = 0
     """Without a prefill worker: the most that decode may have to compute; 0: any number."""
+    lends: bool = False
+    """With a prefill worker: decode lends it the KV of the input that it has."""
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Never reused."""
     _first_token: worker_pb2.PrefillFirstToken | None = None
@@ -186,6 +188,8 @@ class Attempt:
                 await asyncio.wait([self._prefilling], timeout=VERDICT_S)
                 error = self._prefilling.exception() if self._prefilling.done() else None
                 died = isinstance(error, AttemptFailed) and error.worker_died
+        if record.failed_check:
+            self.span.set_attribute("baton.failed_check", worker_pb2.KVCheck.Name(record.failed_check))
         text = f"{worker_pb2.Outcome.Name(record.outcome)}: {record.detail}"
         return AttemptFailed(text, culprit, died, evicted=record.outcome == worker_pb2.OUTCOME_EVICTED)
 
@@ -238,10 +242,10 @@ class Attempt:
         return worker_pb2.KVSource(worker_id=prefill.worker_id, address=prefill.address, epoch=accepted.epoch)
 
     async def _prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> None:
-        with _calling(prefill):
-            call = prefill.prefill.Run(
-                worker_pb2.PrefillRunRequest(attempt=message), metadata=inject(self.span), timeout=self._timeout_s()
-            )
+        with calling(prefill):
+            lender = self.decode.kv_source() if self.lends else None
+            request = worker_pb2.PrefillRunRequest(attempt=message, lender=lender)
+            call = prefill.prefill.Run(request, metadata=inject(self.span), timeout=self._timeout_s())
             try:
                 async for event in call:
                     if event.HasField("accepted"):
@@ -300,9 +304,13 @@ class Attempt:
         self, message: worker_pb2.Attempt, source: worker_pb2.KVSource | None
     ) -> worker_pb2.DecodeRunResponse:
         request = worker_pb2.DecodeRunRequest(
-            attempt=message, router_id=self.router_id, source=source, max_local_tokens=self.max_local_tokens
+            attempt=message,
+            router_id=self.router_id,
+            source=source,
+            max_local_tokens=self.max_local_tokens,
+            lends=self.lends,
         )
-        with _calling(self.decode):
+        with calling(self.decode):
             record = await self.decode.decode.Run(request, metadata=inject(self.span), timeout=self._timeout_s())
         assert isinstance(record, worker_pb2.DecodeRunResponse)
         if record.outcome == worker_pb2.OUTCOME_FINISHED:
@@ -331,7 +339,7 @@ class Attempt:
 
     async def _finish(self) -> None:
         request = worker_pb2.FinishRequest(attempt_id=self.attempt_id, num_output_tokens=len(self.answer.token_ids))
-        with _calling(self.decode):
+        with calling(self.decode):
             try:
                 await self.decode.decode.Finish(request, timeout=VERDICT_S)
             except grpc.aio.AioRpcError as error:
@@ -341,7 +349,7 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def _calling(worker: Incarnation) -> Iterator[None]:
+def calling(worker: Incarnation) -> Iterator[None]:
     """Around a call to `worker`: gives its end a meaning."""
     if worker.lost.is_set():
         # Its channel is closed, or will be in a moment.

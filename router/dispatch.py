@@ -2,6 +2,7 @@
 
 1. Decode is picked first, then a prefill worker that fits it, both by the policy. Without one, or where no more is new
    than `local_prefill_max_tokens` (`local_turn_max_tokens` at the worker that holds the session's KV), decode prefills.
+   Who computes what is new at that worker may also be chosen by what it costs (`router.placement`).
    Who failed this request, or several others running, is left out where somebody else can do it.
 2. An attempt runs. If it fails, a new one carries the prompt and the tokens the client already has: there is one way
    to recover, whatever was lost. It goes to the prefill worker that has computed the prompt, unless others could
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span, Status, StatusCode
@@ -26,6 +28,7 @@ from router.attempts import Attempt, AttemptFailed, Served
 from router.breakers import Breakers
 from router.fleet import Fleet
 from router.links import Incarnation
+from router.placement import Measured, Placement
 from router.policies.base import Policy, Wanted
 from router.recovery import Recovery
 from router.sessions import Turn
@@ -47,6 +50,15 @@ class Choice:
     """Leading tokens whose KV decode should have from earlier turns of the session."""
     max_local_tokens: int = 0
     """With `num_held`: the most that decode may have to compute all the same, or prefill had better do it; 0: any."""
+    lends: bool = False
+    """Whether prefill takes from decode what that holds."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where what is new is computed."""
+        if self.prefill is None:
+            return Placement.LOCAL
+        return Placement.LENT if self.lends else Placement.PREFILL
 
 
 class Dispatcher:
@@ -61,7 +73,11 @@ class Dispatcher:
         local_prefill_max_tokens: int,
         local_turn_max_tokens: int,
         worker_wait_s: float,
+        turn_placement: str = "fixed",
     ) -> None:
+        """`turn_placement` as in RouterConfig."""
+        self.num_placed: Counter[Placement] = Counter()
+        """Attempts by where what was new was to be computed."""
         self._fleet = fleet
         self._policy = policy
         self._telemetry = telemetry
@@ -69,6 +85,8 @@ class Dispatcher:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._local_turn_max_tokens = local_turn_max_tokens
         self._worker_wait_s = worker_wait_s
+        self._lends = turn_placement == "lent"
+        self._measured = Measured() if turn_placement == "measured" else None
         self._breakers = Breakers()
 
     async def serve(self, answer: Answer, turn: Turn | None, parent: Span) -> tuple[inference_pb2.Finish, Incarnation]:
@@ -107,6 +125,7 @@ class Dispatcher:
         self, answer: Answer, choice: Choice, turn: Turn | None, number: int, num_evictions: int, parent: Span
     ) -> Served:
         span = self._telemetry.start_span("baton.attempt", parent=parent)
+        self.num_placed[choice.placement] += 1
         attempt = Attempt(
             answer,
             choice.decode,
@@ -117,6 +136,7 @@ class Dispatcher:
             router_id=self._router_id,
             session=None if turn is None else turn.to_proto(),
             max_local_tokens=choice.max_local_tokens,
+            lends=choice.lends,
         )
         span.set_attributes(
             {
@@ -125,6 +145,7 @@ class Dispatcher:
                 "baton.decode_worker_id": choice.decode.worker_id,
                 "baton.prefill_worker_id": (choice.prefill or choice.decode).worker_id,
                 "baton.num_held_tokens": choice.num_held,
+                "baton.placement": choice.placement.value,
             }
         )
         try:
@@ -189,10 +210,16 @@ class Dispatcher:
         ]
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
             return Choice(decode, None, num_held)
-        if len(token_ids) - num_held > limit:
-            return Choice(decode, self._pick_prefill(prefills, wanted, recovery), num_held)
+        prefill, num_new = self._pick_prefill(prefills, wanted, recovery), len(token_ids) - num_held
+        placement = self._measured.choose(decode, prefill, num_new, num_held) if self._measured and num_held else None
+        if placement is None:
+            elsewhere = Placement.LENT if self._lends and num_held else Placement.PREFILL
+            placement = elsewhere if num_new > limit else Placement.LOCAL
+        if placement is not Placement.LOCAL:
+            return Choice(decode, prefill, num_held, lends=placement is Placement.LENT)
         # One block more: a whole input that is held is never reused to its last token.
-        return Choice(decode, None, num_held, limit + decode.description.block_size if num_held else 0)
+        most = max(limit, num_new) + decode.description.block_size
+        return Choice(decode, None, num_held, most if num_held else 0)
 
     def _pick_prefill(self, prefills: list[Incarnation], wanted: Wanted, recovery: Recovery) -> Incarnation:
         """The one that has computed this before, unless others could do so sooner than that one comes to it."""
