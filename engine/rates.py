@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 KEPT = 0.99
 """Weight of what was known, beside one more observation."""
+DECODE_WEIGHT = 1 / 16
+"""Of the last step that only decodes, in what such steps take."""
 FORGET_S = 60.0
 LEAST_SPREAD = 0.1
 """Of the numbers of tokens, relative to their mean: with less of it what a step and what a token takes is not told
@@ -56,7 +58,8 @@ class PromptTimes:
     def observe(self, num_prompt_tokens: int, num_rows: int, duration_s: float) -> None:
         """A step with so many tokens of prompts beside rows that decode."""
         if num_prompt_tokens == 0:
-            self._decode_step_s += (duration_s - self._decode_step_s) * (1 - KEPT)
+            weight = DECODE_WEIGHT if self._decode_step_s else 1.0
+            self._decode_step_s += (duration_s - self._decode_step_s) * weight
             return
         # Where decode steps take as long as this one the difference says nothing.
         own_s = max(duration_s - self._decode_step_s, 0.1 * duration_s) if num_rows else duration_s

@@ -187,7 +187,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         if request.given_up_attempt_id:
             self._handoff.give_up(request.given_up_attempt_id)
         response = self._handoff.next(time.monotonic())
-        self.note_change()
+        if response.HasField("attempt"):
+            self.note_change()
         return response
 
     async def drain(self, timeout_s: float | None) -> int:

@@ -52,11 +52,13 @@ class SessionMoves:
 
     async def _empty(self, worker: Incarnation) -> None:
         """Until the worker has ended: turns that still run there leave sessions behind, too."""
-        given_up, num_before = b"", self.num_moved
+        given_up, num_before, asked_at_s = b"", self.num_moved, 0.0
         while _drains(worker):
             changed = self._fleet.change
             receivers = [each for each in self._fleet.usable(decodes=True) if each.fits(worker)]
-            if receivers:
+            if receivers and worker.reported_s != asked_at_s:
+                # One that has nothing now may have something by its next report.
+                asked_at_s = worker.reported_s
                 request = worker_pb2.HandOffSessionRequest(given_up_attempt_id=given_up)
                 try:
                     with calling(worker):
@@ -64,11 +66,11 @@ class SessionMoves:
                 except BatonError as error:
                     LOG.info("sessions of %s stay there: %s", worker.worker_id, error.message)
                     break
-                given_up = b""
                 if session.HasField("attempt"):
-                    if not await self._move(session, worker, receivers):
-                        given_up = session.attempt.attempt_id
+                    is_moved = await self._move(session, worker, receivers)
+                    given_up, asked_at_s = b"" if is_moved else session.attempt.attempt_id, 0.0
                     continue
+                given_up = b""
             await changed.wait()
         LOG.info("%d sessions of %s were moved", self.num_moved - num_before, worker.worker_id)
 
