@@ -106,6 +106,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self._role = role
         self._on_drain = on_drain
         self._is_ending = False
+        self._num_watchers = 0  # routers, who alone can take sessions
         self._check_role_change = check_role_change
         self._step_clock = step_clock
         self._step_clock.on_change = self.note_change
@@ -137,14 +138,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.WatchRequest, context: Context[object, object]
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Load reports: at once, on change (rate-limited), and as a sign of life."""
-        while not self._is_ending:
-            changed = self._changed
-            self._check_steps()
-            state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
-            yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
-            # The pause is the rate limit; changes during it are in the next report.
-            await asyncio.sleep(WATCH_MIN_INTERVAL_S)
-            await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
+        self._num_watchers += 1
+        try:
+            while not self._is_ending:
+                changed = self._changed
+                self._check_steps()
+                state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
+                yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
+                # The pause is the rate limit; changes during it are in the next report.
+                await asyncio.sleep(WATCH_MIN_INTERVAL_S)
+                await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
+        finally:
+            self._num_watchers -= 1
 
     def _check_steps(self) -> None:
         if self._step_clock.is_stalled:
@@ -204,7 +209,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         if self._role.live_attempts():
             num_evicted = self._role.evict_all("the worker drains")
             await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
-        await self._handoff.finish(ends_s)
+        if self._num_watchers:
+            await self._handoff.finish(ends_s)
         return num_evicted
 
     def end_streams(self) -> None:

@@ -171,6 +171,17 @@ async def test_without_another_worker_a_drain_ends_by_itself() -> None:
                 await c.decodes[0].service.drain(None)
 
 
+async def test_without_a_router_a_drain_ends_at_once() -> None:
+    async with cluster(0, 2) as c:
+        await begun(c, 2)
+        with (
+            mock.patch.object(session_handoff, "PATIENCE_S", 60.0),
+            mock.patch.object(c.decodes[0].service, "_num_watchers", 0),
+        ):
+            async with asyncio.timeout(1.0):
+                await c.decodes[0].service.drain(None)
+
+
 async def test_who_does_not_drain_keeps_its_sessions() -> None:
     async with cluster(0, 1) as c, create_channel(c.decodes[0].address) as channel:
         await begun(c, 1)
