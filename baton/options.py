@@ -88,6 +88,8 @@ class ServeConfig:
     """How workers are picked: session_affinity, prefix_affinity or least_loaded."""
     local_turn_max_tokens: int | None = field(default=None, metadata=_in("Routers", min=0))
     """Of a session's turn at most so many new tokens are prefilled by the decode worker that holds its KV."""
+    turn_placement: Literal["fixed", "lent", "measured"] | None = field(default=None, metadata=_in("Routers"))
+    """Who computes what is new in a session's turn: by that limit, by it on KV that the holder lends, as measured."""
     session_ttl_s: float | None = field(default=None, metadata=_in("Routers", min=1))
     """How long a session is remembered after its last turn."""
 

@@ -3,6 +3,7 @@
 Owns processes and their status sockets; knows nothing of what they do. Each child leads a session of its own, so that
 Ctrl-C reaches the supervisor alone, and holds the other end of a socket whose closing tells it that the supervisor is
 gone. Invariant: when `stop` has returned or raised, no child and no member of a child's group is left.
+A child that goes on as another program says so, and is that program when it is started again.
 Life of a child: started, reports, exits; before the system was ready that is a StartFailed, later it is started again
 after a delay that doubles from BACKOFF_FIRST_S to BACKOFF_LIMIT_S and begins anew once a child has run for STABLE_S.
 """
@@ -16,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.topology import ProcessSpec
@@ -216,6 +217,9 @@ class Supervisor:
                 return
             child.ready = child.ready or report.state == "ready"
             child.error = report.error or child.error
+            if report.argv:
+                # Its socket was of this life; of a flag that is given twice the last one holds.
+                child.spec = replace(child.spec, argv=report.argv)
             self._tell(Change(child.spec.name, "report", child.process.pid, report=report))
 
 

@@ -52,6 +52,7 @@ ROUTER_OPTIONS = (
     "priority_ageing_s",
     "policy",
     "local_turn_max_tokens",
+    "turn_placement",
     "session_ttl_s",
     "request_log",
     "tenants_file",

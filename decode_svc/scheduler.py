@@ -10,7 +10,8 @@ fit the pool as large as it may get (`engine.lengths`, `decode_svc.outlook`); wh
 the next token fit. When growth finds no block all the same, the sequence that ranks last is evicted; the oldest one
 never is, so that something always finishes. A sequence that outranks others of a lower class pauses them (the batch is
 the first `max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received
-nothing are bounded for each source: they are blocks lent to a prefilling worker's queue.
+nothing are bounded for each source: they are blocks lent to a prefilling worker's queue. What comes only to keep a
+session's KV (`Request.keep_tokens`) ends with its fetch, and at once where there is no room: it makes nobody give way.
 
 With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
 admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
@@ -127,6 +128,12 @@ class DecodeScheduler:
         self.holdings.register_computed(sequence)
         self.totals.num_generated_tokens += 1
         return self._append(sequence, sample, now_s)
+
+    def kept(self, sequence: Sequence) -> None:
+        """The KV that a session is to keep here has come and is attested: nothing is left to do."""
+        sequence.num_computed = max(sequence.num_cached, sequence.request.keep_tokens)
+        self.holdings.register_computed(sequence)
+        self.end(sequence, State.FINISHED)
 
     def finish(self, sequence: Sequence, num_outputs: int) -> None:
         """Ends a sequence at `num_outputs` output tokens, where the router found a stop string."""
@@ -282,9 +289,14 @@ class DecodeScheduler:
                 continue
             has_place = False
             while not self._seat(sequence, source, has_place):
+                if sequence.request.keep_tokens:
+                    self.end(sequence, State.EVICTED, "there is no room to keep a session")
+                    break
                 if not self._preempt_for(sequence, source, now_s):
                     return
                 has_place = True
+            if sequence.is_over:
+                continue
             self._waiting.discard(sequence)
             self._num_places_given += 1
             sequence.started_s = now_s

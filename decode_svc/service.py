@@ -5,7 +5,8 @@
 3. The attempt ends at an end-of-sequence or stop id, at its length, or where the router says Finish; Run returns the
    final record. Closing Run cancels.
 
-A fetch pins the blocks it writes to: whatever ends the attempt, they are freed only when the last byte was written.
+A fetch pins the blocks it writes to, and those that it lends to its source: whatever ends the attempt, they are freed
+only when the last byte was written and the loan is over. An attempt that only keeps a session's KV ends with its fetch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -23,8 +24,9 @@ from decode_svc.attach import TokenStreams
 from decode_svc.scheduler import DecodeScheduler
 from engine.attempt import Attempt
 from engine.handoffs import Handoffs
-from engine.kv_reader import Fetched, KVLost, KVReader, Source
+from engine.kv_reader import Fetched, KVLost, KVReader, Source, check_name
 from engine.planning import Plan
+from engine.request import Request
 from engine.scheduling import NewToken
 from engine.sequence import DECODE_MOVES, Sequence, State
 from engine.step_loop import StepLoop
@@ -39,6 +41,7 @@ from engine.wire import (
 from engine.worker import WorkerParts
 from engine.worker_service import WorkerService
 from kvstore.hashing import attempt_label
+from kvstore.leases import Lease
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from runtime.metrics import Family
@@ -53,10 +56,11 @@ class _Job:
     attempt: Attempt
     router_id: str
     source: Source | None
+    lends: bool = False
     fetching: asyncio.Task[None] | None = None
     fetched: Fetched | None = None
     has_bytes: bool = False
-    lost: str = ""
+    failed_check: worker_pb2.KVCheck = worker_pb2.KV_CHECK_UNSPECIFIED
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -117,18 +121,20 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         identity, limits = self._parts.identity, self._parts.limits
         model = identity.model
         accepted = request_from_attempt(request.attempt, model.fingerprint, model.vocab_size, limits.max_model_len)
+        if request.keep_tokens:
+            accepted = self._to_keep(accepted, request)
         if accepted.attempt_id in self._by_attempt:
             raise AlreadyExists(f"attempt_id: {attempt_label(accepted.attempt_id)} is being served already")
         if not self._streams.is_attached(request.router_id):
             raise FailedPrecondition(f"router_id: {request.router_id!r} has no Attach stream here")
         source = None
         if request.HasField("source"):
-            if identity.role == inference_pb2.WORKER_ROLE_MIXED:
+            if identity.role == inference_pb2.WORKER_ROLE_MIXED and not accepted.keep_tokens:
                 raise FailedPrecondition("source: a mixed worker prefills itself")
             source = Source(request.source.worker_id, request.source.address, request.source.epoch)
         attempt = Attempt(accepted, DECODE_MOVES, context, self._on_end)
         sequence = attempt.sequence
-        job = self._jobs[sequence] = _Job(attempt, request.router_id, source)
+        job = self._jobs[sequence] = _Job(attempt, request.router_id, source, request.lends)
         self._by_attempt[accepted.attempt_id] = sequence
         self.scheduler.add(sequence, None if source is None else source.worker_id)
         if source is None and request.max_local_tokens:
@@ -137,16 +143,29 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._step_loop.wake()
         return job
 
+    def _to_keep(self, accepted: Request, request: worker_pb2.DecodeRunRequest) -> Request:
+        """The request of an attempt that only keeps a session's KV."""
+        num_tokens, block_size = request.keep_tokens, self._parts.holdings.block_size
+        if accepted.session is None or not request.HasField("source"):
+            raise InvalidArgument("keep_tokens", f"needs a session and a source, got {num_tokens} without")
+        if num_tokens % block_size or num_tokens > len(accepted.prompt_token_ids):
+            most = len(accepted.prompt_token_ids)
+            raise InvalidArgument(
+                "keep_tokens", f"must be whole blocks of {block_size} within {most}, got {num_tokens}"
+            )
+        return replace(accepted, keep_tokens=num_tokens)
+
     def _check_kept(self, job: _Job, max_local_tokens: int) -> None:
         """Ends an attempt for which more than the router expected would have to be computed here."""
         sequence, holdings = job.attempt.sequence, self._parts.holdings
         num_kept = len(holdings.cached_prefix(sequence, sequence.num_tokens - 1)) * holdings.block_size
         if sequence.num_tokens - num_kept > max_local_tokens:
-            self._lose(job, f"of {sequence.num_tokens} tokens of the session {num_kept} are still kept here")
+            text = f"of {sequence.num_tokens} tokens of the session {num_kept} are still kept here"
+            self._lose(job, text, worker_pb2.KV_CHECK_KEPT)
 
     def _final_record(self, job: _Job) -> worker_pb2.DecodeRunResponse:
         attempt, sequence, fetched = job.attempt, job.attempt.sequence, job.fetched
-        if sequence.state is State.FAILED and not job.lost:
+        if sequence.state is State.FAILED and not job.failed_check:
             raise Aborted(f"the attempt failed: {sequence.detail}")
         outcomes = {
             State.FINISHED: worker_pb2.OUTCOME_FINISHED,
@@ -167,6 +186,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             prefill_ms=1000 * prefill_s,
             detail=sequence.detail,
             timeline=attempt.timeline(),
+            failed_check=job.failed_check,
         )
 
     async def Attach(
@@ -201,28 +221,33 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     # Fetches
 
     async def _fetch(self, job: _Job, source: Source) -> None:
-        sequence = job.attempt.sequence
+        sequence, keep_tokens = job.attempt.sequence, job.attempt.sequence.request.keep_tokens
         sequence.num_pins += 1
+        lent = self._lend(sequence) if job.lends else None
         try:
             fetched = await self._reader.fetch(
                 source,
                 sequence.request.attempt_id,
                 sequence.block_table,
-                sequence.num_cached,
-                sequence.num_tokens,
+                min(sequence.num_cached, keep_tokens or sequence.num_cached),
+                keep_tokens or sequence.num_tokens,
                 lambda: self._received(job),
+                lent_tokens=0 if lent is None else lent.num_tokens,
+                has_first_token=not keep_tokens,
             )
             self._handoffs.note(fetched.transport, fetched.num_bytes, fetched.duration_s)
             if not sequence.is_over:
                 job.fetched = fetched
-                self._send([self.scheduler.fetched(sequence, fetched.first_token, time.monotonic())])
+                self._take(sequence, fetched)
         except KVLost as error:
-            self._lose(job, error.message)
+            self._lose(job, error.message, error.check)
         except Exception as error:
             # A bug on this side: without an end the attempt would wait for ever, holding its blocks.
             LOG.exception("a fetch from %s failed", source.worker_id)
-            self._lose(job, f"the fetch failed here: {error}")
+            self._lose(job, f"the fetch failed here: {error}", worker_pb2.KV_CHECK_READER)
         finally:
+            if lent is not None:
+                self._parts.leases.break_(lent)
             self._parts.holdings.unpin(sequence)
             self._worker.note_change()
             self._step_loop.wake()
@@ -234,10 +259,28 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             job.attempt.note(FIRST_BYTES)
         self.scheduler.received(job.attempt.sequence)
 
-    def _lose(self, job: _Job, detail: str) -> None:
-        self._handoffs.num_lost += 1
+    def _lend(self, sequence: Sequence) -> Lease | None:
+        """Leases what is cached here of the input to its source, but for the last token, which is to be computed."""
+        block_size = self._parts.holdings.block_size
+        num_blocks = min(sequence.num_cached, sequence.num_tokens - 1) // block_size
+        if not num_blocks:
+            return None
+        # No end of the loan frees anything: the sequence holds the blocks.
+        return self._parts.leases.lend(
+            sequence.request.attempt_id, sequence.block_table[:num_blocks], num_blocks * block_size, lambda: None
+        )
+
+    def _take(self, sequence: Sequence, fetched: Fetched) -> None:
+        """What has come is good."""
+        if fetched.first_token is None:
+            self.scheduler.kept(sequence)
+        else:
+            self._send([self.scheduler.fetched(sequence, fetched.first_token, time.monotonic())])
+
+    def _lose(self, job: _Job, detail: str, check: worker_pb2.KVCheck) -> None:
+        self._handoffs.lost[check_name(check)] += 1
         if not job.attempt.sequence.is_over:
-            job.lost = detail
+            job.failed_check = check
             self.scheduler.end(job.attempt.sequence, State.FAILED, detail)
 
     def _on_end(self, attempt: Attempt) -> None:
@@ -277,14 +320,18 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def load(self) -> inference_pb2.WorkerLoad:
         """See `engine.worker_service.Role`."""
-        scheduler = self.scheduler
+        scheduler, (step_s, tokens_per_s) = self.scheduler, self._step_loop.prompt_times.fit()
         return inference_pb2.WorkerLoad(
             num_queued=scheduler.num_queued,
             num_running=scheduler.num_running,
             num_queued_tokens=scheduler.num_queued_tokens,
             num_leases=len(self._parts.leases),
             pool=pool_status(self._parts.holdings),
-            num_handoffs_lost=self._handoffs.num_lost,
+            num_handoffs_lost=self._handoffs.lost.total(),
+            handoffs_lost=self._handoffs.lost,
+            prompt_tokens_per_s=tokens_per_s,
+            prompt_step_ms=1000 * step_s,
+            fetch_bytes_per_s=self._reader.ready_rate.per_s,
         )
 
     def families(self) -> Iterable[Family]:

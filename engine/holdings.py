@@ -1,8 +1,9 @@
 """Which sequence holds which blocks: the one place where block tables are made, extended and given back.
 
-Owns the use of the block pool and of the prefix cache on behalf of sequences; owns no tensors and decides no order.
-Invariant: every live sequence holds exactly one reference on each block of its table, and nothing else holds any,
-so `pool.num_used` equals the number of different blocks in those tables. Blocks of a sequence that is over are freed
+Owns the use of the block pool and of the prefix cache on behalf of sequences, and of workers that are lent cached
+blocks to read; owns no tensors and decides no order. Invariant: every live sequence and every loan holds exactly one
+reference on each block of its table, and nothing else holds any, so `pool.num_used` equals the number of different
+blocks in those tables. Blocks of a sequence that is over are freed
 once nothing touches them any more (`num_pins` is 0).
 """
 
@@ -37,6 +38,14 @@ class Prospect:
         return num_blocks - self.num_shared <= self.num_available
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loan:
+    """Cached blocks that stay as they are while somebody reads them."""
+
+    block_table: list[int]
+    """In order; one reference is held on each."""
+
+
 class Holdings:
     """Block tables of the sequences of one worker."""
 
@@ -61,6 +70,7 @@ class Holdings:
         """Blocks that sequences which finished have held, on average over the last ones; 0 before any has."""
         self._hasher = hasher
         self._holders: set[Sequence] = set()
+        self._loans: set[Loan] = set()
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions need."""
@@ -114,6 +124,7 @@ class Holdings:
             if not holder.is_over and holder not in without
             for block in holder.block_table
         }
+        held.update(block for loan in self._loans for block in loan.block_table)
         num_shared = sum(1 for block in cached if block in held)
         return Prospect(num_shared, len(held), self.pool.num_total - len(held))
 
@@ -166,8 +177,21 @@ class Holdings:
         if turn is None:
             return 0
         hashes = sequence.block_hashes[: sequence.num_computed // self.block_size]
-        self.sessions.keep(turn.key, turn.fence, sequence.token_ids, hashes, turn.ttl_s)
-        return int(sequence.request.priority)
+        request, level = sequence.request, int(sequence.request.priority)
+        self.sessions.keep(turn.key, turn.fence, sequence.token_ids, hashes, turn.ttl_s, request.tenant, level)
+        return level
+
+    def lend(self, block_hashes: tuple[bytes, ...]) -> Loan:
+        """The leading blocks of these that are cached; `end_loan` gives them back."""
+        loan = Loan(self.pool.match(block_hashes))
+        self.pool.share(loan.block_table)
+        self._loans.add(loan)
+        return loan
+
+    def end_loan(self, loan: Loan) -> None:
+        """Gives lent blocks back; they are cached as before."""
+        self._loans.remove(loan)
+        self.pool.release(loan.block_table)
 
     def take_back(self, sequence: Sequence) -> None:
         """Undoes `admit` for a sequence of which nothing was computed since, and which nothing touches."""
@@ -192,3 +216,5 @@ class Holdings:
     def _all_blocks(self) -> Iterator[int]:
         for holder in self._holders:
             yield from holder.block_table
+        for loan in self._loans:
+            yield from loan.block_table

@@ -2,10 +2,11 @@
 
 1. Describe the owner once for each incarnation; agree on a transport; connect it.
 2. Fetch: the call is the credit. Blocks are copied into reserved ones as they arrive; silence ends it.
-3. Release: the owner's answer attests epoch, token count and checksum, and brings the first token.
+3. Release: the owner's answer attests epoch, token count and checksum, and brings the first token, if it has sampled
+   one.
 
-Whatever goes wrong is KVLost, after which the bytes copied are worthless; the owner is told, so that it can free its
-blocks. Owns channels and transport connections to owners, no blocks.
+Whatever goes wrong is KVLost, which names the check that failed; the bytes copied are worthless then. The owner is
+told, so that it can free its blocks. Owns channels and transport connections to owners, no blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from engine.rates import Rate
 from engine.request import Sample
 from engine.wire import token_from_proto
 from kvstore import transport as transports
@@ -39,10 +41,25 @@ SILENCE_S = 3.0
 """An owner that says nothing for so long is not there any more; it says something every second."""
 
 
+_CHECKS = {
+    grpc.StatusCode.FAILED_PRECONDITION: worker_pb2.KV_CHECK_LAYOUT,
+    grpc.StatusCode.NOT_FOUND: worker_pb2.KV_CHECK_LEASE,
+    grpc.StatusCode.ABORTED: worker_pb2.KV_CHECK_LEASE,
+    grpc.StatusCode.ALREADY_EXISTS: worker_pb2.KV_CHECK_LEASE,
+    grpc.StatusCode.INVALID_ARGUMENT: worker_pb2.KV_CHECK_COUNT,
+}
+"""What an owner's refusal means; every other status says that it was not reached."""
+
+
 class KVLost(BatonError):
     """The KV of an attempt could not be had; the attempt is over, a new one may succeed."""
 
     reason = "KV_LOST"
+
+    def __init__(self, message: str, check: worker_pb2.KVCheck) -> None:
+        super().__init__(message, check=check_name(check))
+        self.check = check
+        """Which check failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +78,8 @@ class Source:
 class Fetched:
     """KV that arrived and was attested."""
 
-    first_token: Sample
-    """Sampled by the owner."""
+    first_token: Sample | None
+    """Sampled by the owner; None where there was nothing to sample."""
     num_bytes: int
     """Bytes copied."""
     transport: str
@@ -99,6 +116,8 @@ class KVReader:
         self._layout = layout
         self._transport_names = transport_names
         self._shown = shown
+        self.ready_rate = Rate()
+        """Bytes a second of fetches for which nothing had to be computed."""
         self._peers: dict[tuple[str, int], asyncio.Task[_Peer]] = {}
         self._farewells: set[asyncio.Task[None]] = set()
 
@@ -123,56 +142,60 @@ class KVReader:
         have_tokens: int,
         num_tokens: int,
         on_bytes: Callable[[], None],
+        lent_tokens: int = 0,
+        has_first_token: bool = True,
     ) -> Fetched:
         """Copies the KV of `num_tokens` positions into `block_table`, of which the first `have_tokens` (whole blocks)
-        are there already. Raises KVLost. When it returns or raises nothing writes to the blocks any more."""
+        are there already and the first `lent_tokens` may be read from here meanwhile. Without `has_first_token` the
+        owner has the KV ready and samples nothing. Raises KVLost. When it returns or raises nothing writes to the
+        blocks any more."""
         started_s = time.monotonic()
         try:
             peer = await self._peer(source)
-        except (grpc.aio.AioRpcError, TransportError) as error:
-            raise KVLost(f"{source.worker_id} at {source.address} cannot be read from: {_text(error)}") from error
+        except (grpc.aio.AioRpcError, TransportError, KVLost) as error:
+            text = f"{source.worker_id} at {source.address} cannot be read from: {_text(error)}"
+            raise KVLost(text, _check(error)) from error
         peer.num_users += 1
         try:
             table = block_table[: self._layout.num_blocks(num_tokens)]
-            num_bytes, checksum = await self._copy(peer, source, attempt_id, table, have_tokens, on_bytes)
-            first_token = await self._release(peer, source, attempt_id, num_tokens, checksum)
-        except (grpc.aio.AioRpcError, TransportError) as error:
+            request = worker_pb2.FetchRequest(
+                attempt_id=attempt_id,
+                epoch=source.epoch,
+                have_tokens=have_tokens,
+                transport=peer.transport,
+                layout=self._layout.fingerprint,
+                lent_tokens=lent_tokens,
+            )
+            num_bytes, checksum = await self._copy(peer, request, table, on_bytes)
+            first_token = await self._release(peer, source, attempt_id, num_tokens, checksum, has_first_token)
+        except (grpc.aio.AioRpcError, TransportError, KVLost) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 await self._retire((source.address, source.epoch))
             self._give_up(peer, source, attempt_id)
-            raise KVLost(f"{source.worker_id}: {_text(error)}") from error
+            raise KVLost(f"{source.worker_id}: {_text(error)}", _check(error)) from error
         except asyncio.CancelledError:
             self._give_up(peer, source, attempt_id)
             raise
         finally:
             peer.num_users -= 1
             await peer.close_if_unused()
-        return Fetched(first_token, num_bytes, peer.transport, time.monotonic() - started_s)
+        duration_s = time.monotonic() - started_s
+        if num_bytes and not has_first_token:
+            self.ready_rate.observe(num_bytes, duration_s)
+        return Fetched(first_token, num_bytes, peer.transport, duration_s)
 
     async def _copy(
-        self,
-        peer: _Peer,
-        source: Source,
-        attempt_id: bytes,
-        block_table: Sequence[int],
-        have_tokens: int,
-        on_bytes: Callable[[], None],
+        self, peer: _Peer, request: worker_pb2.FetchRequest, block_table: Sequence[int], on_bytes: Callable[[], None]
     ) -> tuple[int, int]:
         """Bytes copied, and their checksum if they passed through messages."""
-        request = worker_pb2.FetchRequest(
-            attempt_id=attempt_id,
-            epoch=source.epoch,
-            have_tokens=have_tokens,
-            transport=peer.transport,
-            layout=self._layout.fingerprint,
-        )
-        next_block, num_bytes, checksum = have_tokens // self._layout.block_size, 0, 0
+        next_block, num_bytes, checksum = request.have_tokens // self._layout.block_size, 0, 0
         call = peer.stub.Fetch(request)
         messages = aiter(call)
         try:
             while (response := await _next(messages)) is not None:
                 if response.first_block != next_block or next_block + len(response.block_ids) > len(block_table):
-                    raise TransportError(f"blocks from {response.first_block} came where {next_block} was expected")
+                    text = f"blocks from {response.first_block} came where {next_block} was expected"
+                    raise KVLost(text, worker_pb2.KV_CHECK_BLOCKS)
                 if not response.block_ids:
                     continue
                 frame = Frame(tuple(response.block_ids), response.data)
@@ -184,7 +207,7 @@ class KVReader:
         finally:
             call.cancel()
         if next_block != len(block_table):
-            raise TransportError(f"{next_block} of {len(block_table)} blocks came")
+            raise KVLost(f"{next_block} of {len(block_table)} blocks came", worker_pb2.KV_CHECK_BLOCKS)
         return num_bytes, checksum
 
     async def _receive(self, peer: _Peer, frame: Frame, destination: Sequence[int]) -> int:
@@ -196,19 +219,32 @@ class KVReader:
             await asyncio.wait([copy])
             raise
 
-    async def _release(self, peer: _Peer, source: Source, attempt_id: bytes, num_tokens: int, checksum: int) -> Sample:
-        """Asks for the attestation; raises TransportError if it is not one."""
+    async def _release(
+        self,
+        peer: _Peer,
+        source: Source,
+        attempt_id: bytes,
+        num_tokens: int,
+        checksum: int,
+        has_first_token: bool,
+    ) -> Sample | None:
+        """Asks for the attestation; raises KVLost if it is not one."""
         answer = await peer.stub.Release(
             worker_pb2.ReleaseRequest(attempt_id=attempt_id, epoch=source.epoch, num_tokens=num_tokens),
             timeout=CONTROL_TIMEOUT_S,
         )
-        expected = (True, source.epoch, num_tokens, checksum, num_tokens)
-        got = (answer.intact, answer.epoch, answer.num_tokens, answer.checksum, answer.first_token.position)
-        if got != expected:
-            raise TransportError(
-                f"not attested: (intact, epoch, tokens, checksum, first position) are {got}, expected {expected}"
-            )
-        return token_from_proto(answer.first_token)
+        checks = (
+            ("intact", answer.intact, True, worker_pb2.KV_CHECK_LEASE),
+            ("epoch", answer.epoch, source.epoch, worker_pb2.KV_CHECK_EPOCH),
+            ("tokens", answer.num_tokens, num_tokens, worker_pb2.KV_CHECK_COUNT),
+            ("checksum", answer.checksum, checksum, worker_pb2.KV_CHECK_CHECKSUM),
+            ("first token", answer.HasField("first_token"), has_first_token, worker_pb2.KV_CHECK_COUNT),
+            ("its position", answer.first_token.position, num_tokens * has_first_token, worker_pb2.KV_CHECK_COUNT),
+        )
+        for name, got, expected, check in checks:
+            if got != expected:
+                raise KVLost(f"not attested: {name} is {got}, expected {expected}", check)
+        return token_from_proto(answer.first_token) if has_first_token else None
 
     def _give_up(self, peer: _Peer, source: Source, attempt_id: bytes) -> None:
         """Tells the owner, which would keep what it has sent until the lease expires. Nobody waits for it to hear."""
@@ -241,7 +277,7 @@ class KVReader:
             task = self._peers[key] = asyncio.ensure_future(self._connect(source))
         try:
             return await asyncio.shield(task)
-        except (grpc.aio.AioRpcError, TransportError):
+        except (grpc.aio.AioRpcError, TransportError, KVLost):
             if self._peers.get(key) is task:
                 del self._peers[key]
             raise
@@ -254,12 +290,17 @@ class KVReader:
                 worker_pb2.DescribeRequest(nonce=nonce), timeout=CONTROL_TIMEOUT_S
             )
             if described.epoch != source.epoch:
-                raise TransportError(f"epoch {described.epoch} answers at {source.address}, not {source.epoch}")
+                text = f"epoch {described.epoch} answers at {source.address}, not {source.epoch}"
+                raise KVLost(text, worker_pb2.KV_CHECK_EPOCH)
             if described.layout != self._layout.fingerprint:
-                raise TransportError(f"KV layout is {described.layout}, here it is {self._layout.fingerprint}")
+                text = f"KV layout is {described.layout}, here it is {self._layout.fingerprint}"
+                raise KVLost(text, worker_pb2.KV_CHECK_LAYOUT)
             offers = [(offer.name, dict(offer.parameters)) for offer in described.transports]
-            transport, parameters = transports.choose(self._transport_names, offers, self._layout, nonce)
-            reader = transport.connect(parameters, self._layout, nonce)
+            try:
+                transport, parameters = transports.choose(self._transport_names, offers, self._layout, nonce)
+                reader = transport.connect(parameters, self._layout, nonce)
+            except TransportError as error:
+                raise KVLost(error.message, worker_pb2.KV_CHECK_LAYOUT) from error
         except BaseException:
             await channel.close()
             raise
@@ -292,8 +333,25 @@ async def _next(messages: AsyncIterator[Any]) -> Any:
         async with asyncio.timeout(SILENCE_S):
             return await anext(messages, None)
     except TimeoutError:
-        raise TransportError(f"the owner has said nothing for {SILENCE_S:g} s") from None
+        text = f"the owner has said nothing for {SILENCE_S:g} s"
+        raise KVLost(text, worker_pb2.KV_CHECK_SIGN_OF_LIFE) from None
 
 
-def _text(error: grpc.aio.AioRpcError | TransportError) -> str:
+def check_name(check: worker_pb2.KVCheck) -> str:
+    """A check as texts and counters call it."""
+    return worker_pb2.KVCheck.Name(check).removeprefix("KV_CHECK_").lower()
+
+
+def _check(error: grpc.aio.AioRpcError | TransportError | KVLost) -> worker_pb2.KVCheck:
+    """What failed, by the error that came of it."""
+    if isinstance(error, KVLost):
+        return error.check
+    if isinstance(error, TransportError):
+        return worker_pb2.KV_CHECK_BLOCKS
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith("epoch"):
+        return worker_pb2.KV_CHECK_EPOCH
+    return _CHECKS.get(error.code(), worker_pb2.KV_CHECK_REACHABLE)
+
+
+def _text(error: grpc.aio.AioRpcError | TransportError | KVLost) -> str:
     return f"{error.code().name} {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error.message

@@ -90,6 +90,8 @@ class Request:
     """How often earlier attempts were evicted for others."""
     session: SessionTurn | None = None
     """Whose turn it is; None for a request that stands alone."""
+    keep_tokens: int = 0
+    """Leading tokens whose KV is fetched and kept for the session, with nothing generated; 0: an ordinary attempt."""
 
     @property
     def num_input_tokens(self) -> int:

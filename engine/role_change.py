@@ -1,7 +1,8 @@
 """The command line with which a drained worker starts again in another role.
 
 The process replaces itself: its id, its supervisor and its address stay, its epoch is a new one. Every worker takes the
-same options, so only the module and `--role` differ. Owns no process: whoever ends the worker executes the line.
+same options, so only the module and `--role` differ. Owns no process: whoever ends the worker executes the line, and
+tells it to the supervisor, which uses it when that process dies.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class State(Enum):
     PREFILLING = "prefilling"
     """Holds all blocks of its input; chunks are being computed here."""
     FETCHING = "fetching"
-    """Holds all blocks of its input; their content comes from another worker."""
+    """Holds all blocks of its input; their content, or that of the first ones, comes from another worker."""
     DECODING = "decoding"
     """Has a seat; gets a token each step."""
     LEASED = "leased"
@@ -43,7 +43,8 @@ TERMINAL = frozenset({State.FINISHED, State.EVICTED, State.CANCELLED, State.FAIL
 _ENDINGS = frozenset({State.EVICTED, State.CANCELLED, State.FAILED})
 
 PREFILL_MOVES: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.PREFILLING}) | _ENDINGS,
+    State.QUEUED: frozenset({State.FETCHING, State.PREFILLING}) | _ENDINGS,
+    State.FETCHING: frozenset({State.PREFILLING}) | _ENDINGS,
     State.PREFILLING: frozenset({State.LEASED, State.QUEUED}) | _ENDINGS,
     State.LEASED: frozenset({State.FINISHED}) | _ENDINGS,
 }

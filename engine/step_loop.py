@@ -16,6 +16,7 @@ from typing import Protocol
 
 from engine.batch import Batch, Runner
 from engine.planning import Plan, build_batch
+from engine.rates import PromptTimes
 from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
 from engine.step_stalls import StepClock
@@ -63,6 +64,8 @@ class StepLoop:
         """Computes the batches."""
         self.step_clock = StepClock(stall_limit_s)
         """Whether the step of this moment stands still."""
+        self.prompt_times = PromptTimes(clock)
+        """How fast it computes prompts."""
         self._scheduler = scheduler
         self._memory = memory
         self._observer = observer
@@ -107,6 +110,7 @@ class StepLoop:
         fails alone; writing KV twice does no harm."""
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
+        num_prompt_tokens, num_prompts = _prompts(plan)
         self.step_clock.begin(plan.num_tokens)
         try:
             running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
@@ -125,6 +129,8 @@ class StepLoop:
         self._durations_s.observe(duration_ms / 1000)
         self._sizes.observe(plan.num_tokens)
         self._batch_sizes.observe(len(plan.slices))
+        num_rows = len(plan.slices) - num_prompts
+        self.prompt_times.observe(num_prompt_tokens, num_rows, duration_ms / 1000)
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))
@@ -211,3 +217,11 @@ class StepLoop:
             LOG.warning("no memory for %d blocks of KV: %s", num_blocks, error.message)
             return False
         return True
+
+
+def _prompts(plan: Plan) -> tuple[int, int]:
+    """Tokens of the slices that are part of a prompt, and how many these are."""
+    if plan.num_tokens == len(plan.slices):
+        return 0, 0  # one token each: as good as all of them decode
+    prompts = [part.num_tokens for part in plan.slices if part.sequence.first_token is None]
+    return sum(prompts), len(prompts)

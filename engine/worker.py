@@ -27,6 +27,7 @@ from engine.loading import ModelParts, open_model
 from engine.pool_sizing import open_memory
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
+from engine.session_handoff import SessionHandoff
 from engine.step_loop import StepLoop, StepObserver
 from engine.worker_metrics import worker_metrics
 from engine.worker_service import Identity, Role, WorkerService
@@ -197,12 +198,14 @@ class Worker:
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
+            hands_off = parts.identity.role != inference_pb2.WORKER_ROLE_PREFILL
             service = WorkerService(
                 parts.identity,
                 memory,
                 config.kv_transports,
                 parts.leases,
                 parts.holdings.sessions,
+                SessionHandoff(parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off),
                 role,
                 step_loop.wake,
                 step_loop.step_clock,
@@ -265,6 +268,7 @@ class Worker:
                 running.server.set_serving(name, False)
             if next_role.done():
                 self.next_command_line = command_line(sys.orig_argv, next_role.result(), self._port)
+                self._status.goes_on_as(self.next_command_line)
                 LOG.info("drained, going on as %s", ROLES_BY_NUMBER[next_role.result()])
                 return 0
             num_evicted = await running.service.drain(self._config.drain_timeout_s)

@@ -22,6 +22,7 @@ from typing import Protocol
 import grpc.aio
 
 from engine.request import Sample
+from engine.session_handoff import SessionHandoff
 from engine.step_stalls import StepClock
 from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
@@ -90,6 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         transport_names: Sequence[str],
         leases: LeaseTable,
         sessions: SessionTable,
+        handoff: SessionHandoff,
         role: Role,
         on_drain: Callable[[], None],
         step_clock: StepClock,
@@ -99,6 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self.identity = identity
         self.leases = leases
         self._sessions = sessions
+        self._handoff = handoff
         self.is_draining = False
         """Whether new attempts are refused."""
         self.next_role: asyncio.Future[inference_pb2.WorkerRole] = asyncio.get_running_loop().create_future()
@@ -108,6 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self._role = role
         self._on_drain = on_drain
         self._is_ending = False
+        self._num_watchers = 0  # routers, who alone can take sessions
         self._check_role_change = check_role_change
         self._step_clock = step_clock
         self._step_clock.on_change = self.note_change
@@ -139,14 +143,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.WatchRequest, context: Context[object, object]
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Load reports: at once, on change (rate-limited), and as a sign of life."""
-        while not self._is_ending:
-            changed = self._changed
-            self._check_steps()
-            state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
-            yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
-            # The pause is the rate limit; changes during it are in the next report.
-            await asyncio.sleep(WATCH_MIN_INTERVAL_S)
-            await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
+        self._num_watchers += 1
+        try:
+            while not self._is_ending:
+                changed = self._changed
+                self._check_steps()
+                state = inference_pb2.WORKER_STATE_DRAINING if self.is_draining else inference_pb2.WORKER_STATE_SERVING
+                yield worker_pb2.WatchResponse(state=state, epoch=self.identity.epoch, load=self._role.load())
+                # The pause is the rate limit; changes during it are in the next report.
+                await asyncio.sleep(WATCH_MIN_INTERVAL_S)
+                await _wait(changed, WATCH_MAX_INTERVAL_S - WATCH_MIN_INTERVAL_S)
+        finally:
+            self._num_watchers -= 1
 
     @property
     def is_stalled(self) -> bool:
@@ -185,8 +193,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self.note_change()
         return worker_pb2.ForgetSessionResponse(existed=existed)
 
+    async def HandOffSession(
+        self, request: worker_pb2.HandOffSessionRequest, context: Context[object, object]
+    ) -> worker_pb2.HandOffSessionResponse:
+        """The next session that another worker may keep, leased here; none while there is nothing to hand off."""
+        if not self.is_draining:
+            raise FailedPrecondition(f"worker {self.identity.worker_id} does not drain: it keeps its sessions")
+        if request.given_up_attempt_id:
+            self._handoff.give_up(request.given_up_attempt_id)
+        response = self._handoff.next(time.monotonic())
+        if response.HasField("attempt"):
+            self.note_change()
+        return response
+
     async def drain(self, timeout_s: float | None) -> int:
-        """Drains; gives running attempts back after `timeout_s` (None: never). Answers how many it gave back."""
+        """Drains; gives running attempts back after `timeout_s` (None: never). Sessions are handed off meanwhile, and
+        as long as somebody takes them until that time. Answers how many attempts it gave back."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.is_draining = True
         self._on_drain()
         self.note_change()
@@ -196,6 +219,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         if self._role.live_attempts():
             num_evicted = self._role.evict_all("the worker drains")
             await _wait(self._emptied, WATCH_MAX_INTERVAL_S)
+        if self._num_watchers:
+            await self._handoff.finish(ends_s)
         return num_evicted
 
     def end_streams(self) -> None:
@@ -256,7 +281,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
                 "have_tokens",
                 f"must be whole blocks of {layout.block_size} within {lease.num_tokens}, got {request.have_tokens}",
             )
-        self.leases.claim(lease)
+        most_lent = min(request.have_tokens, lease.num_tokens - 1)
+        if request.lent_tokens % layout.block_size or request.lent_tokens > most_lent:
+            text = f"must be whole blocks of {layout.block_size} within {most_lent}, got {request.lent_tokens}"
+            raise InvalidArgument("lent_tokens", text)
+        self.leases.claim(lease, request.lent_tokens)
         return lease
 
     async def Release(
@@ -269,8 +298,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         response = worker_pb2.ReleaseResponse(
             intact=intact, epoch=self.leases.epoch, num_tokens=lease.num_tokens, checksum=lease.checksum
         )
-        if intact:
-            assert isinstance(lease.result, Sample)
+        if intact and isinstance(lease.result, Sample):
             response.first_token.CopyFrom(token_to_proto(lease.num_tokens, lease.result))
         return response
 

@@ -2,7 +2,8 @@
 
 A lease is open from the moment an attempt is accepted. One reader may claim it; that claim is the credit on which the
 owner starts to compute. Blocks become readable in order; after the last one the reader releases the lease, and the
-answer to that says whether it was unbroken until then. Invariants: a lease is marked broken *before* its blocks are
+answer to that says whether it was unbroken until then. What is ready already, and only to be read, is lent: such a
+lease is complete from the start. Invariants: a lease is marked broken *before* its blocks are
 freed, and a broken lease never becomes intact, so what a late reader copied from reused blocks is never attested.
 Owns no blocks: it names them; whoever opened the lease frees them when it ends. No torch.
 """
@@ -46,10 +47,14 @@ class Lease:
     """The owner's blocks in order; empty until it has them."""
     num_ready_tokens: int = 0
     """Leading tokens whose KV is computed."""
+    is_complete: bool = False
+    """Whether everything the reader needs exists."""
     result: object = None
-    """What the owner adds to its attestation: the first token."""
+    """What the owner adds to its attestation: the first token; None for KV that is lent."""
     claimed: bool = False
     """A reader has come. It is the only one ever."""
+    lent_tokens: int = 0
+    """Leading tokens whose KV the reader lends the owner; known from its claim on."""
     num_sent_blocks: int = 0
     """Leading blocks that the reader has or was sent."""
     checksum: int = 0
@@ -60,11 +65,6 @@ class Lease:
     """Monotonic time at which a complete but unread lease is broken; None while it is still being filled."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at every change, for the one fetch that waits."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything the reader needs exists."""
-        return self.result is not None
 
     def num_ready_blocks(self, block_size: int) -> int:
         """Leading blocks that may be read: whole ones while tokens are missing, then all."""
@@ -103,6 +103,22 @@ class LeaseTable:
         self.num_opened += 1
         return lease
 
+    def lend(
+        self,
+        attempt_id: bytes,
+        block_table: list[int],
+        num_tokens: int,
+        on_end: Callable[[], None],
+        now_s: float | None = None,
+    ) -> Lease:
+        """Opens a lease on KV that is ready. It expires like any other from `now_s` on, or once its reader was heard.
+        Raises AlreadyExists for an attempt that has a lease."""
+        lease = self.open(attempt_id, num_tokens, _expect_nothing, on_end)
+        lease.block_table, lease.num_ready_tokens, lease.is_complete = block_table, num_tokens, True
+        if now_s is not None:
+            self.touch(lease, now_s)
+        return lease
+
     def find(self, attempt_id: bytes, epoch: int) -> Lease:
         """The open lease of an attempt. Raises NotFound, or FailedPrecondition if `epoch` is another incarnation."""
         if epoch != self.epoch:
@@ -113,11 +129,11 @@ class LeaseTable:
             raise NotFound("attempt", label, f"attempt_id: {label} has no lease here")
         return lease
 
-    def claim(self, lease: Lease) -> None:
+    def claim(self, lease: Lease, lent_tokens: int = 0) -> None:
         """A reader takes the lease: credit. Raises AlreadyExists for a second reader."""
         if lease.claimed:
             raise AlreadyExists(f"attempt_id: {attempt_label(lease.attempt_id)} was fetched already")
-        lease.claimed = True
+        lease.claimed, lease.lent_tokens = True, lent_tokens
         lease.on_credit()
 
     def progress(self, lease: Lease, block_table: list[int], num_ready_tokens: int) -> None:
@@ -127,7 +143,7 @@ class LeaseTable:
 
     def complete(self, lease: Lease, result: object, now_s: float) -> None:
         """Everything is computed; from now on the reader must show signs of life."""
-        lease.result, lease.num_ready_tokens = result, lease.num_tokens
+        lease.result, lease.num_ready_tokens, lease.is_complete = result, lease.num_tokens, True
         self.touch(lease, now_s)
         lease.changed.set()
 
@@ -171,3 +187,7 @@ class LeaseTable:
         self._leases.pop(lease.attempt_id, None)
         lease.changed.set()
         lease.on_end()
+
+
+def _expect_nothing() -> None:
+    """A reader's claim on KV that is ready starts no work."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks import BlockPool
@@ -33,6 +33,10 @@ class KeptSession:
     """Of its leading whole blocks, as far as their KV was computed."""
     expires_s: float
     """When it is forgotten, monotonic clock."""
+    tenant: str
+    """Whose it is."""
+    level: int
+    """What its blocks are worth as cache; see `kvstore.blocks`."""
 
 
 class SessionTable:
@@ -53,14 +57,22 @@ class SessionTable:
         return len(self._sessions)
 
     def keep(
-        self, key: bytes, fence: int, token_ids: Sequence[int], block_hashes: Sequence[bytes], ttl_s: float
+        self,
+        key: bytes,
+        fence: int,
+        token_ids: Sequence[int],
+        block_hashes: Sequence[bytes],
+        ttl_s: float,
+        tenant: str = "",
+        level: int = 0,
     ) -> None:
         """A turn has ended here. What it did not go on from is freed. Does nothing if a later turn has ended here."""
         known = self._sessions.get(key)
         if known is not None and known.fence > fence:
             return
         left = self._drop(key)
-        session = KeptSession(fence, pack_token_ids(token_ids), tuple(block_hashes), self._clock() + ttl_s)
+        packed, expires_s = pack_token_ids(token_ids), self._clock() + ttl_s
+        session = KeptSession(fence, packed, tuple(block_hashes), expires_s, tenant, level)
         self._sessions[key] = session
         self._num_sessions_of.update(session.block_hashes)
         self._num_bytes += len(session.token_ids)
@@ -75,6 +87,10 @@ class SessionTable:
         self._forget_expired()
         session = self._sessions.get(key)
         return None if session is None or session.expires_s <= self._clock() else session
+
+    def items(self) -> Iterable[tuple[bytes, KeptSession]]:
+        """All of them by key, the longest unused first."""
+        return self._sessions.items()
 
     def forget(self, key: bytes) -> bool:
         """Ends a session and frees its blocks, but those that somebody uses now or another session has too. Answers

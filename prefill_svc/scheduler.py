@@ -1,7 +1,8 @@
 """Order and admission of the prefill pool.
 
 1. QUEUED: waits for credit (its reader's blocks are reserved) and for blocks of its own.
-2. PREFILLING: holds all blocks of its input; chunks of many prompts are packed into each step.
+2. FETCHING, where the reader lends KV that is not cached here: holds all blocks of its input, the first are copied.
+   PREFILLING: holds all blocks of its input; chunks of many prompts are packed into each step.
 3. LEASED: computed, first token sampled; the blocks wait for their reader.
 4. FINISHED, or at any time EVICTED, CANCELLED, FAILED: the blocks are given back, the prefix cache may keep them.
 
@@ -36,19 +37,24 @@ class PrefillScheduler:
         self.step_times: StepTimes | None = None  # a prefill step delays nobody's tokens
         self.totals = Totals()
         self._uncredited: set[Sequence] = set()
+        self._lent: dict[Sequence, int] = {}  # tokens whose KV the reader lends; of those that wait
         self._waiting = RankedQueue(limits.ageing_s)
         self._running = RankedQueue(limits.ageing_s)
         self._leased: set[Sequence] = set()
+        self._fetching: set[Sequence] = set()
+        self._starting: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; it starts after `credit`."""
         self._uncredited.add(sequence)
 
-    def credit(self, sequence: Sequence) -> None:
-        """The reader's destination exists: the sequence may start."""
+    def credit(self, sequence: Sequence, lent_tokens: int = 0) -> None:
+        """The reader's destination exists: the sequence may start. The KV of `lent_tokens` may be had from it."""
         if sequence in self._uncredited:
             self._uncredited.remove(sequence)
             self._waiting.add(sequence)
+            if lent_tokens:
+                self._lent[sequence] = lent_tokens
 
     def plan(self, now_s: float) -> Plan:
         """Admits what has credit, seat and blocks, then shares the step."""
@@ -68,13 +74,32 @@ class PrefillScheduler:
                 if not self._take_back_for(sequence):
                     return
             self._waiting.discard(sequence)
-            self._running.add(sequence)
             sequence.started_s = now_s
-            sequence.move(State.PREFILLING)
+            if self._lent.pop(sequence, 0) > sequence.num_cached:
+                self._fetching.add(sequence)
+                self._starting.append(sequence)
+                sequence.move(State.FETCHING)
+            else:
+                self._running.add(sequence)
+                sequence.move(State.PREFILLING)
+
+    def take_fetches(self) -> list[Sequence]:
+        """The sequences that became FETCHING since the last call; the caller fetches and then calls `fetched`."""
+        starting, self._starting = self._starting, []
+        return starting
+
+    def fetched(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of so many leading tokens is here and attested; 0: nothing came, and all of it is computed."""
+        self._fetching.remove(sequence)
+        if num_tokens:
+            sequence.num_computed = sequence.num_cached = num_tokens
+            self.holdings.register_computed(sequence)
+        self._running.add(sequence)
+        sequence.move(State.PREFILLING)
 
     def _seat(self, sequence: Sequence) -> bool:
         """Gives a sequence all blocks of its input, or nothing."""
-        has_seat = len(self._running) + len(self._leased) < self.limits.max_num_seqs
+        has_seat = self.num_running + len(self._leased) < self.limits.max_num_seqs
         return has_seat and self.holdings.admit(sequence, sequence.num_tokens, sequence.num_tokens - 1)
 
     def _take_back_for(self, sequence: Sequence) -> bool:
@@ -152,12 +177,13 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens still to be computed."""
-        return sum(sequence.num_pending for sequence in (*self._uncredited, *self._waiting, *self._running))
+        pending = (*self._uncredited, *self._waiting, *self._fetching, *self._running)
+        return sum(sequence.num_pending for sequence in pending)
 
     @property
     def num_running(self) -> int:
-        """Sequences being computed."""
-        return len(self._running)
+        """Sequences being computed, or about to be as soon as what was lent has come."""
+        return len(self._running) + len(self._fetching)
 
     @property
     def num_leased(self) -> int:
@@ -166,10 +192,14 @@ class PrefillScheduler:
 
     def live(self) -> list[Sequence]:
         """Every sequence that is not over."""
-        return [*self._uncredited, *self._waiting, *self._running, *self._leased]
+        return [*self._uncredited, *self._waiting, *self._fetching, *self._running, *self._leased]
 
     def _forget(self, sequence: Sequence) -> None:
         self._waiting.discard(sequence)
         self._running.discard(sequence)
         self._leased.discard(sequence)
         self._uncredited.discard(sequence)
+        self._fetching.discard(sequence)
+        self._lent.pop(sequence, None)
+        if sequence in self._starting:
+            self._starting.remove(sequence)

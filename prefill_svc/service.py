@@ -1,21 +1,27 @@
 """The gRPC service of a prefilling worker.
 
 1. Run queues the attempt, opens its lease and answers `accepted`.
-2. The reader's Fetch claims the lease: the scheduler may start it.
+2. The reader's Fetch claims the lease: the scheduler may start it. What the reader lends is fetched from it first, as
+   far as it is not cached here; if that fails it is computed.
 3. Each computed chunk makes whole blocks readable; the last one samples the first token, which Run reports.
 4. The reader releases the lease; Run reports `finished`, and the blocks stay behind as prefix cache.
 
-If the call is closed, the step fails or the lease breaks, the lease is broken first and the blocks are freed after.
+If the call is closed, the step fails or the lease breaks, the lease is broken first and the blocks are freed after,
+once no fetch writes to them any more.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import grpc.aio
 
 from engine.attempt import Attempt
+from engine.handoffs import Handoffs
+from engine.kv_reader import Fetched, KVLost, KVReader, Source, check_name
 from engine.planning import Plan
 from engine.scheduling import NewToken
 from engine.sequence import PREFILL_MOVES, Sequence, State
@@ -31,6 +37,7 @@ from runtime.errors import Aborted, Unavailable
 from runtime.metrics import Family
 from runtime.rpc import Server
 
+LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext
 
 
@@ -38,6 +45,9 @@ Context = grpc.aio.ServicerContext
 class _Job:
     attempt: Attempt
     lease: Lease
+    lender: Source | None
+    fetching: asyncio.Task[None] | None = None
+    fetched: Fetched | None = None
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -47,6 +57,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self.scheduler = PrefillScheduler(parts.holdings, parts.limits)
         self._parts = parts
         self._leases = parts.leases
+        names, calling = parts.config.kv_transports, parts.cluster.calling
+        self._reader = KVReader(parts.memory, parts.identity.layout, names, calling)
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._handoffs = Handoffs(parts.config.kv_transports)  # of what decode workers lend
         self._jobs: dict[Sequence, _Job] = {}
         self._step_loop: StepLoop
         self._worker: WorkerService
@@ -61,7 +75,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         """There are none."""
 
     async def close(self) -> None:
-        """Nothing runs beside the calls."""
+        """Stops fetches and lets go of lenders."""
+        for task in self._fetches:
+            task.cancel()
+        if self._fetches:
+            await asyncio.wait(self._fetches)
+        await self._reader.close()
 
     async def Run(
         self, request: worker_pb2.PrefillRunRequest, context: Context[object, object]
@@ -97,19 +116,58 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         lease = self._leases.open(
             accepted.attempt_id, sequence.num_tokens, lambda: self._on_credit(attempt), attempt.changed.set
         )
-        job = self._jobs[sequence] = _Job(attempt, lease)
+        lender = None
+        if request.HasField("lender"):
+            lender = Source(request.lender.worker_id, request.lender.address, request.lender.epoch)
+        job = self._jobs[sequence] = _Job(attempt, lease, lender)
         self.scheduler.add(sequence)
         self._worker.note_change()
         return job
 
     def _on_credit(self, attempt: Attempt) -> None:
         attempt.note(CREDIT)
-        self.scheduler.credit(attempt.sequence)
+        job = self._jobs[attempt.sequence]
+        self.scheduler.credit(attempt.sequence, 0 if job.lender is None else job.lease.lent_tokens)
         self._step_loop.wake()
 
     def _on_end(self, attempt: Attempt) -> None:
-        """The lease is broken before the move's caller frees a block."""
-        self._leases.break_(self._jobs[attempt.sequence].lease)
+        """The lease is broken before the move's caller frees a block; a fetch's pin keeps them until it has stopped."""
+        job = self._jobs[attempt.sequence]
+        self._leases.break_(job.lease)
+        if job.fetching is not None and job.fetching is not asyncio.current_task():
+            job.fetching.cancel()
+
+    async def _fetch(self, job: _Job, lender: Source) -> None:
+        """Takes what the reader lends. Whatever comes of it, the prompt is computed from there on."""
+        sequence, num_tokens = job.attempt.sequence, job.lease.lent_tokens
+        sequence.num_pins += 1
+        try:
+            job.fetched = fetched = await self._reader.fetch(
+                lender,
+                sequence.request.attempt_id,
+                sequence.block_table,
+                sequence.num_cached,
+                num_tokens,
+                lambda: None,
+                has_first_token=False,
+            )
+            self._handoffs.note(fetched.transport, fetched.num_bytes, fetched.duration_s)
+        except KVLost as error:
+            num_tokens = 0
+            self._handoffs.lost[check_name(error.check)] += 1
+            LOG.info("what was lent is computed: %s", error.message)
+        except Exception:
+            # A bug on this side: without an end the attempt would wait for ever, holding its blocks.
+            num_tokens = 0
+            self._handoffs.lost[check_name(worker_pb2.KV_CHECK_READER)] += 1
+            LOG.exception("a fetch from %s failed", lender.worker_id)
+        finally:
+            self._parts.holdings.unpin(sequence)
+            self._worker.note_change()
+            self._step_loop.wake()
+        # Only here: a fetch that was cancelled has brought nothing.
+        if not sequence.is_over:
+            self.scheduler.fetched(sequence, num_tokens)
 
     def _raise_if_ended(self, sequence: Sequence) -> None:
         if sequence.state is State.EVICTED:
@@ -124,7 +182,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         )
 
     def _first_token(self, attempt: Attempt) -> worker_pb2.PrefillFirstToken:
-        sequence = attempt.sequence
+        sequence, fetched = attempt.sequence, self._jobs[attempt.sequence].fetched
         assert sequence.first_token is not None
         return worker_pb2.PrefillFirstToken(
             token=token_to_proto(sequence.num_tokens, sequence.first_token),
@@ -132,13 +190,20 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             queue_ms=attempt.queue_ms,
             prefill_ms=1000 * (sequence.first_token_s - sequence.started_s),
             timeline=attempt.timeline(),
+            lent_bytes=0 if fetched is None else fetched.num_bytes,
         )
 
     # Steps
 
     def planned(self, plan: Plan) -> None:
-        """A cached prefix is readable before anything is computed."""
+        """A cached prefix is readable before anything is computed. Starts the fetches of what is lent."""
         self._report_progress(plan)
+        for sequence in self.scheduler.take_fetches():
+            job = self._jobs[sequence]
+            assert job.lender is not None
+            job.fetching = asyncio.create_task(self._fetch(job, job.lender))
+            self._fetches.add(job.fetching)
+            job.fetching.add_done_callback(self._fetches.discard)
 
     def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
         """More blocks are readable; finished prompts are complete."""
@@ -161,18 +226,23 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
     def load(self) -> inference_pb2.WorkerLoad:
         """See `engine.worker_service.Role`."""
-        scheduler = self.scheduler
+        scheduler, (step_s, tokens_per_s) = self.scheduler, self._step_loop.prompt_times.fit()
         return inference_pb2.WorkerLoad(
             num_queued=scheduler.num_queued,
             num_running=scheduler.num_running,
             num_queued_tokens=scheduler.num_queued_tokens,
             num_leases=len(self._leases),
             pool=pool_status(self._parts.holdings),
+            num_handoffs_lost=self._handoffs.lost.total(),
+            handoffs_lost=self._handoffs.lost,
+            prompt_tokens_per_s=tokens_per_s,
+            prompt_step_ms=1000 * step_s,
+            fetch_bytes_per_s=self._reader.ready_rate.per_s,
         )
 
     def families(self) -> Iterable[Family]:
         """See `engine.worker_service.Role`."""
-        return ()
+        return self._handoffs.families()
 
     def live_attempts(self) -> int:
         """See `engine.worker_service.Role`."""

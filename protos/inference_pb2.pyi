@@ -273,20 +273,35 @@ class PoolStatus(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., accounted: _Optional[int] = ..., ceiling: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool", "num_handoffs_lost")
+    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool", "num_handoffs_lost", "handoffs_lost", "prompt_tokens_per_s", "prompt_step_ms", "fetch_bytes_per_s")
+    class HandoffsLostEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDOFFS_LOST_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_LOST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     num_running: int
     num_queued_tokens: int
     num_leases: int
     pool: PoolStatus
     num_handoffs_lost: int
-    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., num_handoffs_lost: _Optional[int] = ...) -> None: ...
+    handoffs_lost: _containers.ScalarMap[str, int]
+    prompt_tokens_per_s: float
+    prompt_step_ms: float
+    fetch_bytes_per_s: float
+    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., num_handoffs_lost: _Optional[int] = ..., handoffs_lost: _Optional[_Mapping[str, int]] = ..., prompt_tokens_per_s: _Optional[float] = ..., prompt_step_ms: _Optional[float] = ..., fetch_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "address", "role", "state", "epoch", "load", "report_age_ms")

@@ -14,10 +14,35 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_FINISHED: _ClassVar[Outcome]
     OUTCOME_KV_LOST: _ClassVar[Outcome]
     OUTCOME_EVICTED: _ClassVar[Outcome]
+
+class KVCheck(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CHECK_UNSPECIFIED: _ClassVar[KVCheck]
+    KV_CHECK_REACHABLE: _ClassVar[KVCheck]
+    KV_CHECK_SIGN_OF_LIFE: _ClassVar[KVCheck]
+    KV_CHECK_EPOCH: _ClassVar[KVCheck]
+    KV_CHECK_LAYOUT: _ClassVar[KVCheck]
+    KV_CHECK_LEASE: _ClassVar[KVCheck]
+    KV_CHECK_BLOCKS: _ClassVar[KVCheck]
+    KV_CHECK_COUNT: _ClassVar[KVCheck]
+    KV_CHECK_CHECKSUM: _ClassVar[KVCheck]
+    KV_CHECK_KEPT: _ClassVar[KVCheck]
+    KV_CHECK_READER: _ClassVar[KVCheck]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_FINISHED: Outcome
 OUTCOME_KV_LOST: Outcome
 OUTCOME_EVICTED: Outcome
+KV_CHECK_UNSPECIFIED: KVCheck
+KV_CHECK_REACHABLE: KVCheck
+KV_CHECK_SIGN_OF_LIFE: KVCheck
+KV_CHECK_EPOCH: KVCheck
+KV_CHECK_LAYOUT: KVCheck
+KV_CHECK_LEASE: KVCheck
+KV_CHECK_BLOCKS: KVCheck
+KV_CHECK_COUNT: KVCheck
+KV_CHECK_CHECKSUM: KVCheck
+KV_CHECK_KEPT: KVCheck
+KV_CHECK_READER: KVCheck
 
 class Attempt(_message.Message):
     __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant", "num_evictions", "session")
@@ -56,10 +81,12 @@ class SessionTurn(_message.Message):
     def __init__(self, session_key: _Optional[bytes] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class PrefillRunRequest(_message.Message):
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "lender")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LENDER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+    lender: KVSource
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., lender: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
 
 class PrefillRunResponse(_message.Message):
     __slots__ = ("accepted", "first_token", "finished")
@@ -80,18 +107,20 @@ class PrefillAccepted(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
-    __slots__ = ("token", "cached_tokens", "queue_ms", "prefill_ms", "timeline")
+    __slots__ = ("token", "cached_tokens", "queue_ms", "prefill_ms", "timeline", "lent_bytes")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     token: DecodedToken
     cached_tokens: int
     queue_ms: float
     prefill_ms: float
     timeline: Timeline
-    def __init__(self, token: _Optional[_Union[DecodedToken, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    lent_bytes: int
+    def __init__(self, token: _Optional[_Union[DecodedToken, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., lent_bytes: _Optional[int] = ...) -> None: ...
 
 class PrefillFinished(_message.Message):
     __slots__ = ("intact",)
@@ -122,19 +151,23 @@ class KVSource(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DecodeRunRequest(_message.Message):
-    __slots__ = ("attempt", "router_id", "source", "max_local_tokens")
+    __slots__ = ("attempt", "router_id", "source", "max_local_tokens", "keep_tokens", "lends")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENDS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     router_id: str
     source: KVSource
     max_local_tokens: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
+    keep_tokens: int
+    lends: bool
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ..., max_local_tokens: _Optional[int] = ..., keep_tokens: _Optional[int] = ..., lends: _Optional[bool] = ...) -> None: ...
 
 class DecodeRunResponse(_message.Message):
-    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail", "timeline")
+    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail", "timeline", "failed_check")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +180,7 @@ class DecodeRunResponse(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_CHECK_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     finish_reason: _inference_pb2.FinishReason
     matched_token_id: int
@@ -159,7 +193,8 @@ class DecodeRunResponse(_message.Message):
     prefill_ms: float
     detail: str
     timeline: Timeline
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    failed_check: KVCheck
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., failed_check: _Optional[_Union[KVCheck, str]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("age_ms", "moments", "num_left_out")
@@ -214,18 +249,20 @@ class FinishResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("attempt_id", "epoch", "have_tokens", "transport", "layout")
+    __slots__ = ("attempt_id", "epoch", "have_tokens", "transport", "layout", "lent_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     epoch: int
     have_tokens: int
     transport: str
     layout: str
-    def __init__(self, attempt_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., have_tokens: _Optional[int] = ..., transport: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    lent_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., have_tokens: _Optional[int] = ..., transport: _Optional[str] = ..., layout: _Optional[str] = ..., lent_tokens: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("first_block", "block_ids", "data")
@@ -357,3 +394,17 @@ class ForgetSessionResponse(_message.Message):
     EXISTED_FIELD_NUMBER: _ClassVar[int]
     existed: bool
     def __init__(self, existed: _Optional[bool] = ...) -> None: ...
+
+class HandOffSessionRequest(_message.Message):
+    __slots__ = ("given_up_attempt_id",)
+    GIVEN_UP_ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    given_up_attempt_id: bytes
+    def __init__(self, given_up_attempt_id: _Optional[bytes] = ...) -> None: ...
+
+class HandOffSessionResponse(_message.Message):
+    __slots__ = ("attempt", "keep_tokens")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    keep_tokens: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., keep_tokens: _Optional[int] = ...) -> None: ...

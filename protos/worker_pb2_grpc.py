@@ -421,6 +421,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.ForgetSessionRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.ForgetSessionResponse.FromString,
                 _registered_method=True)
+        self.HandOffSession = channel.unary_unary(
+                '/baton.v1.Worker/HandOffSession',
+                request_serializer=protos_dot_worker__pb2.HandOffSessionRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.HandOffSessionResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -462,6 +467,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOffSession(self, request, context):
+        """HandOffSession takes one session from a worker that drains, so that another decode worker may keep its KV.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -489,6 +501,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ForgetSession,
                     request_deserializer=protos_dot_worker__pb2.ForgetSessionRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.ForgetSessionResponse.SerializeToString,
+            ),
+            'HandOffSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOffSession,
+                    request_deserializer=protos_dot_worker__pb2.HandOffSessionRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.HandOffSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -627,6 +644,33 @@ class Worker:
             '/baton.v1.Worker/ForgetSession',
             protos_dot_worker__pb2.ForgetSessionRequest.SerializeToString,
             protos_dot_worker__pb2.ForgetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOffSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/HandOffSession',
+            protos_dot_worker__pb2.HandOffSessionRequest.SerializeToString,
+            protos_dot_worker__pb2.HandOffSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -97,6 +97,8 @@ class Attempt:
     """Whose KV is kept when the attempt has ended well."""
     max_local_tokens: int = 0
     """Without a prefill worker: the most that decode may have to compute; 0: any number."""
+    lends: bool = False
+    """With a prefill worker: decode lends it the KV of the input that it has."""
     attempt_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Never reused."""
     marks: AttemptMarks = field(default_factory=AttemptMarks)
@@ -240,9 +242,10 @@ class Attempt:
         return worker_pb2.KVSource(worker_id=prefill.worker_id, address=prefill.address, epoch=accepted.epoch)
 
     async def _prefill(self, prefill: Incarnation, message: worker_pb2.Attempt) -> None:
-        request, metadata = worker_pb2.PrefillRunRequest(attempt=message), inject(self.context)
+        lender = self.decode.kv_source() if self.lends else None
+        request, metadata = worker_pb2.PrefillRunRequest(attempt=message, lender=lender), inject(self.context)
         self.marks.prefill_asked_s = time.monotonic()
-        with _calling(prefill):
+        with calling(prefill):
             call = prefill.prefill.Run(request, metadata=metadata, timeout=self._timeout_s())
             try:
                 async for event in call:
@@ -302,10 +305,14 @@ class Attempt:
         self, message: worker_pb2.Attempt, source: worker_pb2.KVSource | None
     ) -> worker_pb2.DecodeRunResponse:
         request = worker_pb2.DecodeRunRequest(
-            attempt=message, router_id=self.router_id, source=source, max_local_tokens=self.max_local_tokens
+            attempt=message,
+            router_id=self.router_id,
+            source=source,
+            max_local_tokens=self.max_local_tokens,
+            lends=self.lends,
         )
         self.marks.decode_asked_s = time.monotonic()
-        with _calling(self.decode):
+        with calling(self.decode):
             record = await self.decode.decode.Run(request, metadata=inject(self.context), timeout=self._timeout_s())
         assert isinstance(record, worker_pb2.DecodeRunResponse)
         self.marks.record, self.marks.decided_s = record, time.monotonic()
@@ -335,7 +342,7 @@ class Attempt:
 
     async def _finish(self) -> None:
         request = worker_pb2.FinishRequest(attempt_id=self.attempt_id, num_output_tokens=len(self.answer.token_ids))
-        with _calling(self.decode):
+        with calling(self.decode):
             try:
                 await self.decode.decode.Finish(request, timeout=VERDICT_S)
             except grpc.aio.AioRpcError as error:
@@ -345,7 +352,7 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def _calling(worker: Incarnation) -> Iterator[None]:
+def calling(worker: Incarnation) -> Iterator[None]:
     """Around a call to `worker`: gives its end a meaning."""
     if worker.lost.is_set():
         # Its channel is closed, or will be in a moment.

@@ -73,6 +73,10 @@ class RouterConfig:
     local_turn_max_tokens: int = field(default=256, metadata=_in("Workers", min=0))
     """Of a session's turn at the decode worker that holds its KV, at most so many new tokens are prefilled there; where
     more is new a prefill worker computes what it has not cached."""
+    turn_placement: Literal["fixed", "lent", "measured"] = field(default="fixed", metadata=_in("Workers"))
+    """Who computes what is new in a session's turn. fixed: by --local-turn-max-tokens. lent: the same, and a prefill
+    worker takes the KV of earlier turns from the holder. measured: whichever of these is cheapest by what workers
+    measure, counting what running streams wait."""
     worker_silence_s: float = field(default=3.0, metadata=_in("Workers", min=0.5))
     """A worker not heard for so long is taken for lost; its requests go on elsewhere."""
     worker_wait_s: float = field(default=60.0, metadata=_in("Workers", min=0))

@@ -2,6 +2,7 @@
 
 1. Decode is picked first, then a prefill worker that fits it, both by the policy. Without one, or where no more is new
    than `local_prefill_max_tokens` (`local_turn_max_tokens` at the worker that holds the session's KV), decode prefills.
+   Who computes what is new at that worker may also be chosen by what it costs (`router.placement`).
    Who failed this request, or several others running, is left out where somebody else can do it.
 2. An attempt runs. If it fails, a new one carries the prompt and the tokens the client already has: there is one way
    to recover, whatever was lost. It goes to the prefill worker that has computed the prompt, unless others could
@@ -25,6 +26,7 @@ from router.attempts import Attempt, AttemptFailed, Served
 from router.breakers import Breakers
 from router.fleet import Fleet
 from router.links import Incarnation
+from router.placement import Measured, Placement
 from router.policies.base import Policy, Wanted
 from router.recovery import Recovery
 from router.request_trace import RequestTrace, TracedAttempt
@@ -48,6 +50,15 @@ class Choice:
     """Why these, for the trace."""
     max_local_tokens: int = 0
     """With `num_held`: the most that decode may have to compute all the same, or prefill had better do it; 0: any."""
+    lends: bool = False
+    """Whether prefill takes from decode what that holds."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where what is new is computed."""
+        if self.prefill is None:
+            return Placement.LOCAL
+        return Placement.LENT if self.lends else Placement.PREFILL
 
 
 class Dispatcher:
@@ -61,7 +72,11 @@ class Dispatcher:
         local_prefill_max_tokens: int,
         local_turn_max_tokens: int,
         worker_wait_s: float,
+        turn_placement: str = "fixed",
     ) -> None:
+        """`turn_placement` as in RouterConfig."""
+        self.num_placed: Counter[Placement] = Counter()
+        """Attempts by where what was new was to be computed."""
         self._fleet = fleet
         self._policy = policy
         self._policy_name = type(policy).__module__.rpartition(".")[2]
@@ -69,6 +84,8 @@ class Dispatcher:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._local_turn_max_tokens = local_turn_max_tokens
         self._worker_wait_s = worker_wait_s
+        self._lends = turn_placement == "lent"
+        self._measured = Measured() if turn_placement == "measured" else None
         self.breakers = Breakers()
         """Who is left alone for a while."""
         self.num_attempts = 0
@@ -117,6 +134,7 @@ class Dispatcher:
     async def _attempt(
         self, answer: Answer, choice: Choice, turn: Turn | None, num_evictions: int, trace: RequestTrace
     ) -> Served:
+        self.num_placed[choice.placement] += 1
         attempt = Attempt(
             answer,
             choice.decode,
@@ -127,6 +145,7 @@ class Dispatcher:
             router_id=self._router_id,
             session=None if turn is None else turn.to_proto(),
             max_local_tokens=choice.max_local_tokens,
+            lends=choice.lends,
         )
         num_before, num_input_tokens, failed = len(answer.token_ids), answer.next_position, None
         try:
@@ -143,6 +162,7 @@ class Dispatcher:
                     choice.decode,
                     choice.prefill,
                     choice.why,
+                    choice.placement.value,
                     choice.num_held,
                     num_input_tokens,
                     num_new_tokens,
@@ -211,13 +231,19 @@ class Dispatcher:
         if decode.role == inference_pb2.WORKER_ROLE_MIXED or not prefills:
             is_mixed = decode.role == inference_pb2.WORKER_ROLE_MIXED
             return Choice(decode, None, num_held, f"{why}; it is {'mixed' if is_mixed else 'without a prefill worker'}")
-        num_new = len(token_ids) - num_held
-        if num_new > limit:
-            prefill, reason = self._pick_prefill(prefills, wanted, recovery)
-            return Choice(decode, prefill, num_held, f"{why}; {reason}")
+        (prefill, reason), num_new = self._pick_prefill(prefills, wanted, recovery), len(token_ids) - num_held
+        placement = self._measured.choose(decode, prefill, num_new, num_held) if self._measured and num_held else None
+        if placement is None:
+            elsewhere = Placement.LENT if self._lends and num_held else Placement.PREFILL
+            placement = elsewhere if num_new > limit else Placement.LOCAL
+        if placement is not Placement.LOCAL:
+            is_lent = placement is Placement.LENT
+            why = f"{why}; {reason}{'; decode lends it what it holds' if is_lent else ''}"
+            return Choice(decode, prefill, num_held, why, lends=is_lent)
         # One block more: a whole input that is held is never reused to its last token.
-        max_local_tokens = limit + decode.description.block_size if num_held else 0
-        return Choice(decode, None, num_held, f"{why}; it computes {num_new} new tokens itself", max_local_tokens)
+        most = max(limit, num_new) + decode.description.block_size
+        why = f"{why}; it computes {num_new} new tokens itself"
+        return Choice(decode, None, num_held, why, most if num_held else 0)
 
     def _pick_prefill(self, prefills: list[Incarnation], wanted: Wanted, recovery: Recovery) -> tuple[Incarnation, str]:
         """The one that has computed this before, unless others could do so sooner than that one comes to it; and why

@@ -105,6 +105,10 @@ class Incarnation:
         mine, theirs = self.description, other.description
         return mine.layout == theirs.layout and mine.model.fingerprint == theirs.model.fingerprint
 
+    def kv_source(self) -> worker_pb2.KVSource:
+        """Where its KV is, as other workers are told."""
+        return worker_pb2.KVSource(worker_id=self.worker_id, address=self.address, epoch=self.description.epoch)
+
     def lose(self) -> None:
         """Nothing more comes from this life; everyone who waits on it is told."""
         self.state = inference_pb2.WORKER_STATE_LOST

@@ -27,6 +27,7 @@ from router.probe import Prober
 from router.router_metrics import router_metrics
 from router.service import InferenceService
 from router.session_holders import SessionHolders
+from router.session_moves import SessionMoves
 from router.sessions import Sessions
 from router.tenants import Tenants
 from router.tracing import Tracer
@@ -160,6 +161,7 @@ async def serving(
             config.local_prefill_max_tokens,
             config.local_turn_max_tokens,
             config.worker_wait_s,
+            config.turn_placement,
         )
         sessions = Sessions(store, SessionHolders(fleet), config.session_ttl_s)
         admission = Admission(fleet.capacity, config.max_num_queued, config.max_queue_wait_s, config.priority_ageing_s)
@@ -187,6 +189,8 @@ async def serving(
         watching = asyncio.create_task(fleet.run())
         stack.push_async_callback(_cancel, watching)
         stack.push_async_callback(_cancel, asyncio.create_task(sessions.run()))
+        moves = SessionMoves(fleet, policy, stream_id)
+        stack.push_async_callback(_cancel, asyncio.create_task(moves.run()))
         # Registered last, so it runs first: calls end while the workers' streams still stand.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         yield RunningRouter(address, fleet, service, tracer, server, watching)

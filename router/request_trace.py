@@ -51,6 +51,8 @@ class TracedAttempt:
     """Computes the prompt; None: decode does."""
     why: str
     """Why these workers."""
+    placement: str
+    """Where what is new of the input was to be computed: see `router.placement`."""
     num_held: int
     """Leading tokens whose KV decode should have had."""
     num_input_tokens: int

@@ -18,6 +18,7 @@ from router.admission import Admission
 from router.dispatch import CAUSES, Dispatcher
 from router.fleet import Fleet
 from router.ledger import Ledger
+from router.placement import Placement
 from router.sessions import SETTLE_S, Sessions
 from runtime.metrics import Family, Metrics, counter, gauge, load_families
 
@@ -64,6 +65,9 @@ def _attempts(dispatcher: Dispatcher) -> Iterator[Family]:
     yield counter(
         "baton_recoveries_total", "Attempts that failed and were followed by another, by why they failed."
     ).add_each({cause: dispatcher.recoveries[cause] for cause in CAUSES}, "cause")
+    yield counter("baton_placements_total", "Attempts by where what was new of the input was to be computed.").add_each(
+        {placement.value: dispatcher.num_placed[placement] for placement in Placement}, "placement"
+    )
     breakers = dispatcher.breakers
     yield gauge("baton_breakers_open", "Workers and pairs of workers that are left alone now.").add(breakers.num_open)
     yield counter("baton_breakers_opened_total", "Times that one of them was left alone.").add(breakers.num_opened)

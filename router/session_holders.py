@@ -28,16 +28,22 @@ class SessionHolders:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def find(self, tenant: str, key: bytes) -> SessionRecord | None:
-        """The latest that a worker which generates remembers; None if none remembers anything."""
+    def is_served(self, record: SessionRecord) -> bool:
+        """Whether the holder of a record takes requests."""
+        return any(
+            (worker.worker_id, worker.description.epoch) == (record.holder, record.epoch)
+            for worker in self._fleet.usable(decodes=True)
+        )
+
+    async def find(self, tenant: str, key: bytes) -> list[SessionRecord]:
+        """What workers that generate remember, those that take requests first."""
         request = worker_pb2.FindSessionRequest(session_key=key)
         workers = [worker for worker in self._living() if worker.decodes]
         answers = await _ask(workers, lambda worker: worker.worker.FindSession(request, timeout=ASK_TIMEOUT_S))
-        found = [(worker, answer) for worker, answer in answers if answer.fence]
-        if not found:
-            return None
-        worker, answer = max(found, key=lambda each: each[1].fence)
-        return record_at(worker, tenant, key, answer.token_ids, answer.fence)
+        answers.sort(key=lambda each: not each[0].is_serving)
+        return [
+            record_at(worker, tenant, key, answer.token_ids, answer.fence) for worker, answer in answers if answer.fence
+        ]
 
     async def forget(self, key: bytes) -> bool:
         """Frees what is kept of a session everywhere; answers whether anything was."""

@@ -1,8 +1,8 @@
 """Sessions: turns in order, each on top of the one before it, whatever was lost between them.
 
 1. A turn waits until no other turn of its session runs at this router.
-2. It finds the session: in the store, in this router's memory, and where that is not enough at the workers. Of all
-   that can be had the record with the greatest fence is the session.
+2. It finds the session: in the store, in this router's memory, and where that is not enough, or the holder does not
+   serve any more, at the workers. Of all that can be had the record with the greatest fence is the session.
 3. It runs. If it ends well its record, with a greater fence, goes to memory and by compare-and-set to the store. If
    another router's turn was written meanwhile, one that was to be appended fails: it is no part of the session.
 
@@ -185,8 +185,11 @@ class Sessions:
     async def _begin(self, tenant: str, session_id: str, key: bytes, is_append: bool, num_tokens: int | None) -> Turn:
         stored, is_sure = await self._read(key)
         last = _latest(stored, self._memory.get(key))
-        if last is None or (is_append and not (is_sure and _has(last, num_tokens))):
-            last = _latest(last, await self._holders.find(tenant, key))
+        is_enough = last is not None and (not is_append or (is_sure and _has(last, num_tokens)))
+        if last is None or not is_enough or (last.token_ids and not self._holders.is_served(last)):
+            found = await self._holders.find(tenant, key)
+            # A turn that lost against the recorded one may have left another conversation of the same number.
+            last = _latest(*(each for each in found if last is None or _goes_before(each, last)), last)
         if is_append and (last is None or not _has(last, num_tokens)):
             self.num_lost += 1
             LOG.warning("a session is lost (%d so far): %s", self.num_lost, "unknown" if last is None else "changed")
@@ -251,6 +254,11 @@ def _check_reachable(store: MetadataStore) -> None:
 def _latest(*records: SessionRecord | None) -> SessionRecord | None:
     """Of equals the first."""
     return max((record for record in records if record is not None), key=lambda record: record.fence, default=None)
+
+
+def _goes_before(found: SessionRecord, last: SessionRecord) -> bool:
+    """Whether a worker's record is a later one, or the same one at another holder."""
+    return found.fence > last.fence or (found.fence == last.fence and found.token_ids == last.token_ids)
 
 
 def _has(record: SessionRecord, num_tokens: int | None) -> bool:

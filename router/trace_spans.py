@@ -150,6 +150,7 @@ def _add_attempt(trace: _Building, attempt: TracedAttempt, number: int, before_s
     trace.part("route" if number == 1 else "recovery", marks.began_s)
     route: Attributes = {
         "baton.route.reason": attempt.why,
+        "baton.route.placement": attempt.placement,
         "baton.decode_worker_id": attempt.decode.worker_id,
         "baton.prefill_worker_id": prefill.worker_id,
         "baton.num_held_tokens": attempt.num_held,
@@ -161,6 +162,8 @@ def _add_attempt(trace: _Building, attempt: TracedAttempt, number: int, before_s
         "baton.num_input_tokens": attempt.num_input_tokens,
         "baton.num_new_tokens": attempt.num_new_tokens,
     }
+    if marks.record is not None and marks.record.failed_check:
+        about["baton.failed_check"] = worker_pb2.KVCheck.Name(marks.record.failed_check)
     if attempt.failure:
         about["baton.reason"] = attempt.failure
     error = attempt.failure if attempt.is_fault else ""

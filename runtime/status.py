@@ -4,7 +4,7 @@ Owns `--status-fd`, an inherited stream socket whose other end only the supervis
 object a line; end of file means that the supervisor died, however it died, and the child then ends itself like after
 SIGTERM. A plain pipe or file will do for reports alone. Reports: {"state": "loading", "progress": 0.4, "detail":
 "weights"} · {"state": "listening", "address": "127.0.0.1:5"} · {"state": "ready"} · {"state": "draining"} ·
-{"state": "failed", "error": "..."}.
+{"state": "failed", "error": "..."} · {"state": "starting", "argv": [...]}, from one that goes on as another program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,8 @@ class Report:
     """Where the child listens, host:port."""
     error: str = ""
     """Why it failed, for people."""
+    argv: tuple[str, ...] = ()
+    """The command line that the child goes on with, and is to be started with from now on."""
 
 
 def end_orphan() -> None:
@@ -92,6 +94,10 @@ class StatusReporter:
         """Finishes what it has."""
         self._write({"state": "draining"})
 
+    def goes_on_as(self, argv: Sequence[str]) -> None:
+        """Replaces itself by that program, of which it wants to be one ever after."""
+        self._write({"state": "starting", "argv": list(argv)})
+
     def failed(self, error: str) -> None:
         """Cannot go on, because of `error`; the process exits next."""
         self._write({"state": "failed", "error": error})
@@ -117,6 +123,7 @@ def parse_report(line: str) -> Report:
         detail=str(content.get("detail", "")),
         address=str(content.get("address", "")),
         error=str(content.get("error", "")),
+        argv=tuple(map(str, content.get("argv", ()))),
     )
 
 

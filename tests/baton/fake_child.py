@@ -13,7 +13,7 @@ from runtime.status import StatusReporter
 
 
 def main() -> None:
-    *arguments, fd_flag = sys.argv[1:]
+    *arguments, fd_flag = sys.argv[1:]  # the last one holds, as in every process of ours
     behaviour, argument = arguments[0], arguments[1] if len(arguments) > 1 else ""
     fd = int(fd_flag.removeprefix("--status-fd="))
     reporter = StatusReporter(fd)
@@ -29,6 +29,13 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "die-after-ready-until":
         ready_and_die(reporter, Path(argument))
+    if behaviour == "goes-on-as":
+        reporter.ready()
+        Path(argument).with_suffix(".fifo").open().close()
+        reporter.goes_on_as([sys.executable, __file__, "record-start", argument, fd_flag])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "record-start":
+        record(Path(argument))
     if behaviour == "grandchild":
         grandchild = subprocess.Popen(["sleep", "1000"])
         Path(argument).write_text(str(grandchild.pid))
@@ -52,9 +59,13 @@ def ready_and_die(reporter: StatusReporter, lives: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def record_end(path: Path) -> None:
+def record(path: Path) -> None:
     with path.open("a") as file:
         file.write(f"{os.getpid()}\n")
+
+
+def record_end(path: Path) -> None:
+    record(path)
     sys.exit(0)
 
 

@@ -139,6 +139,19 @@ async def test_the_delay_begins_anew_after_a_stable_life(tmp_path: Path) -> None
         await supervisor.stop()
 
 
+async def test_a_child_that_became_another_program_is_started_as_that(tmp_path: Path) -> None:
+    """Again and again: what it became is what it is."""
+    lives, fifo = tmp_path / "lives", tmp_path / "lives.fifo"
+    os.mkfifo(fifo)
+    async with supervising() as (supervisor, record):
+        await supervisor.start([fake("steady", "serve"), fake("changed", "goes-on-as", str(lives))])
+        await asyncio.to_thread(lambda: fifo.open("w").close())
+        for count in (2, 3):
+            await record.wait_for_readies("changed", count)
+            assert lives.read_text().split() == list(map(str, record.pids("changed")[1:]))
+            os.kill(record.pids("changed")[-1], signal.SIGKILL)
+
+
 async def test_stop_ends_lower_ranks_first(tmp_path: Path) -> None:
     ends = tmp_path / "ends"
     async with supervising() as (supervisor, record):

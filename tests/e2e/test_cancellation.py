@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,16 @@ from audit import is_idle, seconds_until_idle
 from served import Served
 
 from baton import AsyncClient, Client
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.rpc import create_channel
 
 NUM_STREAMS = 200
 SEED = 20
 CHUNK_TOKENS = 512
+LONG_TOKENS = 4000
+LONG_LIMIT_S = 90.0
+REPORT_DELAY_S = 0.1
+"""Reports come at most every twentieth of a second, and are on their way for a moment."""
 END_S = 12.0
 """When whoever has not left by then leaves."""
 
@@ -74,6 +82,45 @@ async def _cancel_all(system: Served, streams: list[_Stream], limit_s: float) ->
         addresses = [worker.address for worker in await client.workers()]
         await asyncio.gather(*(stream.read_and_leave(client) for stream in streams))
         return await seconds_until_idle(addresses, system.shown(), limit_s)
+
+
+def test_a_long_prompt_is_left_within_two_chunks(system: Served, measured: Callable[[str], None]) -> None:
+    """Of some thousand tokens; after three chunks its client goes. A chunk is as long as it was a moment ago."""
+    (prompt,) = prompts([LONG_TOKENS], seed=SEED)
+    chunks_s, idle_s = asyncio.run(_leave_after_chunks(system, prompt, 3))
+    measured(
+        f"prompt of {LONG_TOKENS} tokens left after {len(chunks_s)} chunks of {max(chunks_s):.2f} s: "
+        f"idle after {idle_s:.2f} s"
+    )
+    assert idle_s <= 2 * max(chunks_s) + REPORT_DELAY_S
+
+
+async def _leave_after_chunks(system: Served, prompt: tuple[int, ...], num_chunks: int) -> tuple[list[float], float]:
+    """How long each chunk took, and how long the prefill worker took to be idle once the client had gone."""
+    async with AsyncClient(system.address) as client:
+        address = next(each.address for each in await client.workers() if each.worker_id.startswith("prefill"))
+
+        async def ask() -> None:
+            await client.complete(prompt_token_ids=prompt, max_tokens=4)
+
+        async with create_channel(address, system.shown()) as channel, asyncio.timeout(LONG_LIMIT_S):
+            reports = aiter(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()))
+            asking = asyncio.create_task(ask())
+            chunk_ends_s: list[float] = []
+            num_left = len(prompt)
+            while len(chunk_ends_s) <= num_chunks:
+                load = (await anext(reports)).load
+                if load.num_running and load.num_queued_tokens < num_left:
+                    num_left = load.num_queued_tokens
+                    chunk_ends_s.append(time.monotonic())
+            asking.cancel()
+            left_s = time.monotonic()
+            await asyncio.wait([asking])
+            while not is_idle((await anext(reports)).load):
+                pass
+            idle_s = time.monotonic() - left_s
+    assert num_left > 2 * CHUNK_TOKENS, "it was to be left long before its end"
+    return [after_s - before_s for before_s, after_s in itertools.pairwise(chunk_ends_s)], idle_s
 
 
 def test_killed_client_process_leaves_nothing(system: Served, measured: Callable[[str], None]) -> None:

@@ -45,6 +45,30 @@ def test_a_conversation_by_append_says_what_it_says_without_reuse(
     measured(f"a conversation by append against its turns alone: {ties} of {len(asked)} answers part at near-ties")
 
 
+def test_a_prefill_worker_goes_on_from_lent_kv(serve: Callable[..., Served], measured: Callable[[str], None]) -> None:
+    """It computes what is new, on what decode has generated, and the answers are those without reuse."""
+    system = serve("--dtype=float32", "--turn-placement=lent", "--local-turn-max-tokens=0")
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
+    with Client(system.address, timeout_s=ANSWER_LIMIT_S) as client:
+        said: tuple[int, ...] = ()
+        asked: list[Asked] = []
+        answers: list[Completion] = []
+        for new in prompts([300, 120, 90], seed=41):
+            answers.append(client.complete(prompt_token_ids=(*said, *new), session_id="lent", **options))
+            assert len(said) - BLOCK <= answers[-1].usage.cached_tokens <= len(said)
+            assert answers[-1].served_by.transport != "", "what is new was handed over"
+            asked.append(Asked((*said, *new), 40))
+            said = (*said, *new, *answers[-1].token_ids)
+        client.end_session("lent")
+        options |= {"logprobs": True, "top_logprobs": 2}
+        alone = []
+        for request in reversed(asked):
+            alone.append(client.complete(prompt_token_ids=request.prompt_token_ids, session_id="alone", **options))
+            client.end_session("alone")
+    ties = count_near_ties(asked, alone[::-1], [answer.token_ids for answer in answers], "turns on lent KV")
+    measured(f"turns on lent KV against the same alone: {ties} of {len(asked)} answers part at near-ties")
+
+
 def test_messages_are_appended_where_the_answer_ended(system: Served) -> None:
     """The template's words between two turns are the same as in a conversation that is sent whole."""
     with Client(system.address, timeout_s=ANSWER_LIMIT_S) as client:

@@ -1,4 +1,4 @@
-"""A prefill pool for exhaustive exploration: credit, chunks, readers that release or give up, steps that fail."""
+"""A prefill pool for exhaustive exploration: credit, chunks, readers that lend, release or give up, steps that fail."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Prompt:
     """Class."""
     first: int = 0
     """First token; those with the same one share a prefix."""
+    lent: int = 0
+    """Tokens whose KV its reader lends."""
 
 
 class PrefillWorld(World):
@@ -40,6 +42,7 @@ class PrefillWorld(World):
         self.num_faults_left = num_faults
         self.sequences: list[Sequence | None] = [None] * len(prompts)
         self.credited: set[int] = set()
+        self.fetches: dict[int, Sequence] = {}
         self.step: Step | None = None
         self.memory = Memory()
 
@@ -57,14 +60,18 @@ class PrefillWorld(World):
                     events.append(("release", index))
                 if self.num_faults_left:
                     events.append(("cancel", index))
+        for index in self.fetches:
+            events.append(("bring", index))
+            if self.num_faults_left:
+                events.append(("lose", index))
         return events
 
     def is_own(self, event: Event) -> bool:
         """Readers give credit and release by themselves."""
-        return event[0] in ("plan", "commit", "credit", "release")
+        return event[0] in ("plan", "commit", "credit", "release", "bring")
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.live() or self.step)
+        return bool(self.scheduler.live() or self.step or self.fetches)
 
     def arrive(self, index: int) -> None:
         prompt = self.prompts[index]
@@ -74,7 +81,7 @@ class PrefillWorld(World):
 
     def credit(self, index: int) -> None:
         self.credited.add(index)
-        self.scheduler.credit(self._live(index))
+        self.scheduler.credit(self._live(index), self.prompts[index].lent)
 
     def plan(self) -> None:
         owed = {
@@ -83,6 +90,9 @@ class PrefillWorld(World):
             if each.state is State.PREFILLING
         }
         plan = self.scheduler.plan(0.0)
+        for sequence in self.scheduler.take_fetches():
+            sequence.num_pins += 1
+            self.fetches[self.sequences.index(sequence)] = sequence
         holding = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
         check_plan(plan, self.limits, len(holding))
         if plan.slices:
@@ -102,6 +112,25 @@ class PrefillWorld(World):
         step, self.step = self.step, None
         assert step is not None
         self.scheduler.abandon(step.plan, "the device is gone")
+
+    def bring(self, index: int) -> None:
+        """What was lent has come, whether it is wanted still or not."""
+        sequence, lent = self.fetches.pop(index), self.prompts[index].lent
+        for block in range(sequence.num_cached // BLOCK_SIZE, lent // BLOCK_SIZE):
+            assert self.holdings.pool.ref_count(sequence.block_table[block]) == 1, "a transfer writes where others read"
+            assert self.holdings.pool.block_hash(sequence.block_table[block]) is None
+            self.memory.write_block(sequence, block, lent)
+        self.holdings.unpin(sequence)
+        if not sequence.is_over:
+            self.scheduler.fetched(sequence, lent)
+
+    def lose(self, index: int) -> None:
+        """What was lent does not come, or is not attested."""
+        self.num_faults_left -= 1
+        sequence = self.fetches.pop(index)
+        self.holdings.unpin(sequence)
+        if not sequence.is_over:
+            self.scheduler.fetched(sequence, 0)
 
     def release(self, index: int) -> None:
         self.scheduler.end(self._live(index), State.FINISHED)
@@ -168,7 +197,8 @@ class PrefillWorld(World):
         sequences = tuple(None if each is None else (describe(each, names), each.num_cached) for each in self.sequences)
         parts = () if self.step is None else self.step.plan.slices
         slices = tuple((describe(part.sequence, names), part.num_tokens) for part in parts)
-        return sequences, frozenset(self.credited), slices, names.pool(), self.num_faults_left
+        fetches = frozenset(self.fetches)
+        return sequences, frozenset(self.credited), fetches, slices, names.pool(), self.num_faults_left
 
     def check(self) -> None:
         live = self.scheduler.live()

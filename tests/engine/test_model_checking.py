@@ -113,6 +113,11 @@ PREFILL = {
         [Prompt(9, 1, NORMAL), Prompt(6, 2, LOW), Prompt(9, 3, HIGH)],
         {"max_num_seqs": 3, "max_num_tokens": 4, "chunk_size": 4, "num_faults": 0},
     ),
+    "readers lend what they have": (
+        7,
+        [Prompt(13, 1, NORMAL, lent=8), Prompt(13, 2, LOW, lent=12), Prompt(5, 3, HIGH, 200)],
+        {"max_num_seqs": 2, "max_num_tokens": 4, "chunk_size": 4},
+    ),
 }
 
 

@@ -15,6 +15,8 @@ TABLES = {
         PREFILL_MOVES,
         {
             (State.QUEUED, State.PREFILLING),
+            (State.QUEUED, State.FETCHING),
+            (State.FETCHING, State.PREFILLING),
             (State.PREFILLING, State.LEASED),
             (State.PREFILLING, State.QUEUED),
             (State.LEASED, State.FINISHED),

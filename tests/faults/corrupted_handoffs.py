@@ -1,4 +1,5 @@
-"""Handoffs that are tampered with on their way, by the thousand: no wrong token may come of it, and each is counted.
+"""Handoffs that are tampered with on their way, by the thousand: no wrong token may come of it, and each is counted,
+by the check that found it.
 
 A hand inside the owners (`Tampering`) flips bits of what passes, breaks leases, and gives blocks to others and fills
 them with rubbish before their reader comes. Everything else is the real system, in this process, on real sockets.
@@ -24,12 +25,19 @@ from protos import inference_pb2, worker_pb2
 from router import breakers
 
 NUM_AT_ONCE = 24
-SHARE = 0.4
-"""Of the handoffs, that are tampered with."""
+SHARE = 0.8
+"""Of the handoffs, that are tampered with, if they have as many frames as it takes."""
 RUBBISH = 0xEE
-EVERYWHERE = ("broken lease", "late read", "reused blocks", "another count", "another epoch")
-BY_MESSAGE = ("flipped bit", "bytes cut off")
-"""Where bytes pass in messages."""
+EVERYWHERE = {
+    "broken lease": "lease",
+    "late read": "lease",
+    "reused blocks": "lease",
+    "another count": "count",
+    "another epoch": "epoch",
+}
+"""What may be done, and the check that must find it."""
+BY_MESSAGE = {"flipped bit": "checksum", "bytes cut off": "blocks"}
+"""The same where bytes pass in messages."""
 
 
 @dataclass(slots=True)
@@ -38,8 +46,8 @@ class Tampering:
 
     draws: random.Random
     """Decides."""
-    kinds: tuple[str, ...]
-    """What may be done."""
+    kinds: dict[str, str]
+    """What may be done, and the check that must find it."""
     owners: dict[int, RunningWorker] = field(default_factory=dict)
     """By epoch; with others nothing is done."""
     num_handoffs: int = 0
@@ -47,6 +55,14 @@ class Tampering:
     done: Counter[str] = field(default_factory=Counter)
     """What was done."""
     _false_answers: dict[bytes, str] = field(default_factory=dict)
+
+    @property
+    def checks(self) -> Counter[str]:
+        """How often each check must have failed."""
+        checks: Counter[str] = Counter()
+        for kind, num_done in self.done.items():
+            checks[self.kinds[kind]] += num_done
+        return checks
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -58,7 +74,7 @@ class Tampering:
         ) -> AsyncIterator[worker_pb2.FetchResponse]:
             is_on = request.epoch in self.owners
             self.num_handoffs += is_on
-            kind = self.draws.choice(self.kinds) if is_on and self.draws.random() < SHARE else ""
+            kind = self.draws.choice(list(self.kinds)) if is_on and self.draws.random() < SHARE else ""
             countdown = self.draws.randrange(3)
             lease = service.leases.find(request.attempt_id, request.epoch)
             async with contextlib.aclosing(fetch(service, request, context)) as frames:  # type: ignore[type-var]
@@ -119,25 +135,27 @@ def _reuse(owner: RunningWorker) -> None:
     pool.release(taken)
 
 
-async def corrupt_many(num_handoffs: int, seed: int, transport: str) -> Tampering:
+async def corrupt_many(num_tampered: int, seed: int, transport: str) -> Tampering:
     """Raises AssertionError for a wrong token, a request that failed, or a handoff that was lost and not counted."""
     draws = random.Random(seed)
-    kinds = EVERYWHERE + (BY_MESSAGE if transport == "grpc" else ())
+    kinds = EVERYWHERE | (BY_MESSAGE if transport == "grpc" else {})
     tampering = Tampering(draws, kinds)
     with tampering.at_work():
         async with cluster(2, 2, worker={"kv_transports": (transport,), "num_kv_blocks": 512}) as c:
             tampering.owners |= {worker.parts.identity.epoch: worker for worker in c.prefills}
 
             async def ask_again_and_again() -> None:
-                while tampering.num_handoffs < num_handoffs:
+                while tampering.done.total() < num_tampered:
                     await _ask(c, draws)
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(NUM_AT_ONCE):
                     group.create_task(ask_again_and_again())
             await c.balanced()
-            num_lost = sum(_load(worker).num_handoffs_lost for worker in c.decodes)
-            assert num_lost == tampering.done.total(), f"{num_lost} handoffs counted as lost, done was {tampering.done}"
+            lost: Counter[str] = Counter()
+            for worker in c.decodes:
+                lost.update(_load(worker).handoffs_lost)
+            assert lost == tampering.checks, f"counted as lost were {lost}, done was {tampering.done}"
     return tampering
 
 

@@ -49,6 +49,7 @@ async def test_clients_that_leave_in_every_phase() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 async def test_handoffs_that_are_tampered_with(transport: str) -> None:
-    tampering = await corrupt_many(250, SEED, transport)
-    kinds = EVERYWHERE + (BY_MESSAGE if transport == "grpc" else ())
+    tampering = await corrupt_many(150, SEED, transport)
+    kinds = EVERYWHERE | (BY_MESSAGE if transport == "grpc" else {})
     assert set(tampering.done) == set(kinds), tampering.done
+    assert tampering.num_handoffs > tampering.done.total(), "good ones are to be among them"

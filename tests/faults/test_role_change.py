@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +16,11 @@ from cluster import LIMIT_S, PROMPT, Cluster, cluster, request_of
 from processes import Process, System
 from streaming import Streaming
 
+from baton import AsyncClient
+from baton.options import ServeConfig
+from baton.serving import running
+from baton.supervisor import Change
+from baton.topology import choose_ports
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.rpc import create_channel
 
@@ -23,9 +31,9 @@ ROLES = {
 }
 
 
-async def baton_drain(worker: Process, role: str) -> str:
+async def baton_drain(address: str, role: str, *flags: str) -> str:
     """What `baton drain` prints."""
-    argv = [sys.executable, "-m", "baton", "drain", worker.address, f"--next-role={role}", "--drain-timeout-s=0.5"]
+    argv = [sys.executable, "-m", "baton", "drain", address, f"--next-role={role}", "--drain-timeout-s=0.5", *flags]
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     output, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
     assert process.returncode == 0
@@ -52,7 +60,7 @@ async def test_a_worker_changes_its_role_under_load(system: System, stub: Any) -
         streams = [Streaming(stub, request_of(600, [*PROMPT, i])) for i in range(6)]
         for stream in streams:
             await stream.has(5)
-        text = await baton_drain(worker, role)
+        text = await baton_drain(worker.address, role)
         assert f"{worker.address} is empty" in text and f"starting again as {role}" in text
         for stream in streams:
             await stream.complete(30)
@@ -67,13 +75,13 @@ async def test_a_worker_changes_its_role_under_load(system: System, stub: Any) -
 
 async def test_a_prefill_worker_becomes_a_decode_worker(system: System, stub: Any) -> None:
     worker = system.prefills[0]
-    await baton_drain(worker, "decode")
+    await baton_drain(worker.address, "decode")
     await known_as(stub, worker, "decode")
     async with asyncio.timeout(2 * LIMIT_S):
         while (by := (await Streaming(stub, request_of(5)).complete()).finish.served_by).decode_worker_id != "p0":
             pass
     assert by.prefill_worker_id == "p1"
-    await baton_drain(worker, "prefill")
+    await baton_drain(worker.address, "prefill")
     await known_as(stub, worker, "prefill")
 
 
@@ -90,3 +98,33 @@ async def _refuses_a_role(c: Cluster) -> None:
             await worker_pb2_grpc.WorkerStub(channel).Drain(request)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "next_role" in (caught.value.details() or "")
+
+
+async def test_a_changed_role_survives_the_death_of_the_process(tmp_path: Path) -> None:
+    """The supervisor starts it again as what it was last, and the list of workers says so."""
+    secret, pids = tmp_path / "secret", dict[str, int]()
+    secret.write_text("a-secret-of-this-test\n")
+
+    def on_change(change: Change) -> None:
+        pids[change.name] = change.pid
+
+    config = ServeConfig("tracer", port=choose_ports(1)[0], num_decode=2, cluster_secret_file=secret)
+    async with running(config, on_change) as system, AsyncClient(system.topology.addresses[0]) as client:
+        before = await serving_as(client, "decode-1", "decode")
+        await baton_drain(before.address, "prefill", f"--cluster-secret-file={secret}")
+        changed = await serving_as(client, "decode-1", "prefill")
+        os.kill(pids["decode-1"], signal.SIGKILL)
+        again = await serving_as(client, "decode-1", "prefill", but=changed.epoch)
+        assert len({before.epoch, changed.epoch, again.epoch}) == 3
+        assert before.address == changed.address == again.address
+
+
+async def serving_as(client: AsyncClient, name: str, role: str, but: int = 0) -> inference_pb2.WorkerStatus:
+    """Waits until a worker serves in a role, in another incarnation than `but`; requests go on meanwhile."""
+    async with asyncio.timeout(3 * LIMIT_S):
+        while True:
+            for status in await client.workers():
+                is_there = status.worker_id.startswith(name) and status.state == inference_pb2.WORKER_STATE_SERVING
+                if is_there and status.role == ROLES[role] and status.epoch != but:
+                    return status
+            await client.complete("On and on", max_tokens=20, ignore_eos=True)

@@ -74,6 +74,7 @@ def _size(draws: random.Random, directory: Path) -> Size:
         router={
             "local_prefill_max_tokens": draws.choice((0, 0, 0, 3)),
             "local_turn_max_tokens": draws.choice((0, 2, 3, 256)),
+            "turn_placement": draws.choice(("fixed", "lent", "lent", "measured")),
             "policy": draws.choice(("least_loaded", "prefix_affinity", "session_affinity", "session_affinity")),
         },
     )

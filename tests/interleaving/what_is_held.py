@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from decode_svc.service import DecodeService
 from engine.worker import RunningWorker
+from prefill_svc.service import PrefillService
 from router.process import RunningRouter
 
 
@@ -22,13 +23,14 @@ def worker_holds(worker: RunningWorker) -> Iterator[str]:
         "sequences": len(role.scheduler.live()),  # type: ignore[attr-defined]
         "blocks departing": worker.parts.holdings.num_departing_blocks,
     }
-    if isinstance(role, DecodeService):
+    if isinstance(role, DecodeService | PrefillService):
         counts["fetches"] = len(role._fetches)
         counts["farewells"] = len(role._reader._farewells)
-        counts["attempts by id"] = len(role._by_attempt)
         counts["users of peers"] = sum(
             task.result().num_users for task in role._reader._peers.values() if task.done() and not task.exception()
         )
+    if isinstance(role, DecodeService):
+        counts["attempts by id"] = len(role._by_attempt)
         counts["tokens unsent"] = sum(len(outbox.pending) for outbox in role._streams._outboxes.values())
         counts["tokens reserved"] = sum(role.scheduler._reserved_tokens.values())
     return (f"{count} {name}" for name, count in counts.items() if count)

@@ -105,7 +105,9 @@ def noted(model: str = "tracer") -> RequestTrace:
         Incarnation("127.0.0.1:1", channel, worker_pb2.DescribeResponse(worker_id=name, role=role, block_bytes=9))
         for name, role in (("p", inference_pb2.WORKER_ROLE_PREFILL), ("d", inference_pb2.WORKER_ROLE_DECODE))
     )
-    attempt = TracedAttempt(TraceContext(1, 3), "label", decode, prefill, "why", 0, NUM_PROMPT, 64, 1.9, marks, 1.95)
+    attempt = TracedAttempt(
+        TraceContext(1, 3), "label", decode, prefill, "why", "prefill", 0, NUM_PROMPT, 64, 1.9, marks, 1.95
+    )
     trace.attempts.append(attempt)
     return trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fake_workers import (
@@ -19,6 +19,8 @@ from fake_workers import (
     next_tokens,
 )
 
+from kvstore.hashing import pack_token_ids
+from kvstore.metadata.base import SessionRecord
 from protos import inference_pb2
 from router.answer import Answer
 from router.dispatch import Dispatcher
@@ -28,6 +30,7 @@ from router.request_trace import RequestTrace
 from router.sessions import Turn
 
 Served = tuple[inference_pb2.Finish, Incarnation]
+LONG = tuple(range(40))
 
 
 class InOrder(Policy):
@@ -58,6 +61,7 @@ async def system(
     local_turn_max_tokens: int = 0,
     worker_wait_s: float = 5.0,
     silence_s: float = 2.0,
+    turn_placement: str = "fixed",
 ) -> AsyncIterator[System]:
     async with fleet_over(*workers, silence_s=silence_s) as seen:
         seen.__class__ = System
@@ -69,12 +73,19 @@ async def system(
             local_prefill_max_tokens,
             local_turn_max_tokens,
             worker_wait_s,
+            turn_placement,
         )
         await seen.until(lambda _: seen.usable_ids() == {worker.description.worker_id for worker in workers})
         yield seen
         for worker in workers:
             async with asyncio.timeout(LIMIT_S):
                 await worker.idle.wait()
+
+
+def turn_of(holder: str, epoch: int, token_ids: Sequence[int] = (), num_tokens: int = 0) -> Turn:
+    """A turn of a session whose last one ended at `holder`."""
+    record = SessionRecord(b"k" * 16, pack_token_ids(token_ids), holder, epoch, num_tokens, b"", (), 1)
+    return Turn("", "s", record.key, record, fence=2, stored_fence=1, ttl_s=60.0)
 
 
 def p(name: str = "p", script: Any = None) -> FakeWorker:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from dispatching import d, failing, p, system
+from dispatching import LONG, d, failing, p, system, turn_of
 from fake_workers import FakeWorker, answer_of, good_decode
 
-from kvstore.hashing import pack_token_ids
-from kvstore.metadata.base import SessionRecord
 from protos import worker_pb2
-from router.sessions import Turn
 from runtime.errors import Aborted
-
-
-def turn_of(holder: str, epoch: int, token_ids: Sequence[int] = (), num_tokens: int = 0) -> Turn:
-    """A turn of a session whose last one ended at `holder`."""
-    record = SessionRecord(b"k" * 16, pack_token_ids(token_ids), holder, epoch, num_tokens, b"", (), 1)
-    return Turn("", "s", record.key, record, fence=2, stored_fence=1, ttl_s=60.0)
 
 
 async def test_a_session_goes_to_its_holder() -> None:
@@ -38,9 +28,6 @@ async def test_a_holder_that_failed_is_avoided() -> None:
         answer = answer_of(6)
         assert (await s.serve(answer, turn_of("d1", bad.epoch)))[1].worker_id == "d2"
         assert bytes(answer.token_ids) == b"abcdef"
-
-
-LONG = tuple(range(40))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -58,12 +59,17 @@ class Holders(SessionHolders):
 
     def __init__(self) -> None:
         self.kept: SessionRecord | None = None
+        self.gone: set[str] = set()
+        """Holders that take no requests."""
         self.num_asked = 0
         self.forgotten: list[bytes] = []
 
-    async def find(self, tenant: str, key: bytes) -> SessionRecord | None:
+    def is_served(self, record: SessionRecord) -> bool:
+        return record.holder not in self.gone
+
+    async def find(self, tenant: str, key: bytes) -> list[SessionRecord]:
         self.num_asked += 1
-        return self.kept
+        return [] if self.kept is None else [self.kept]
 
     async def forget(self, key: bytes) -> bool:
         self.forgotten.append(key)
@@ -195,6 +201,37 @@ async def test_a_store_that_was_away_may_lack_a_turn(store: FlakyStore, holder: 
     store.failed_s -= router.sessions.SETTLE_S
     assert await append(other, [4], holder) == [1, 2, 3]
     assert holders.num_asked == num_asked, "the store is believed again"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fence", "holder_is"),
+    [([1, 2], 1, "elsewhere"), ([1, 2, 3], 2, "elsewhere"), ([9, 9], 1, "holder"), ([1], 0, "holder")],
+    ids=["the same", "a later turn", "another conversation", "an earlier turn"],
+)
+async def test_where_the_holder_does_not_serve_workers_are_asked_who_has_the_session(
+    tokens: list[int], fence: int, holder_is: str, store: FlakyStore, holder: Incarnation
+) -> None:
+    holders = Holders()
+    sessions = sessions_over(store, holders)
+    await take_turn(sessions, [1, 2], holder)
+    async with sessions.turn("", "s") as turn:
+        assert turn is not None and turn.is_held_by(holder) and holders.num_asked == 1, "at the first turn alone"
+    holders.gone.add("holder")
+    holders.kept = replace(record_at(holder, "", KEY, tokens, fence), holder="elsewhere")
+    async with sessions.turn("", "s") as turn:
+        assert turn is not None and turn.previous is not None and turn.previous.holder == holder_is
+        assert list(turn.previous_token_ids()) == (tokens if holder_is == "elsewhere" else [1, 2])
+        assert turn.fence == max(fence, 1) + 1
+
+
+async def test_nobody_is_asked_for_a_session_that_was_ended(store: FlakyStore, holder: Incarnation) -> None:
+    holders = Holders()
+    sessions = sessions_over(store, holders)
+    await take_turn(sessions, [1, 2], holder)
+    await sessions.end("", "s")
+    holders.gone.add("holder")
+    async with sessions.turn("", "s") as turn:
+        assert turn is not None and turn.previous is None and holders.num_asked == 1
 
 
 async def test_what_the_store_could_not_take_it_gets_once_it_is_back(store: FlakyStore, holder: Incarnation) -> None:

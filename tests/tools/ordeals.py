@@ -44,7 +44,7 @@ def main() -> None:
         "--only", choices=("kill", "stop", "cut", "drain"), help="chaos: the one kind of fault there is"
     )
     parser.add_argument("--clients", type=int, default=12, help="chaos, rolling: requests at once")
-    parser.add_argument("--num", type=int, default=10_000, help="cancels, handoffs: how many")
+    parser.add_argument("--num", type=int, default=10_000, help="cancels, handoffs that are tampered with: how many")
     parser.add_argument(
         "--model", choices=("tracer", "smollm2"), default="tracer", help="chaos, rolling: what is served"
     )
@@ -88,7 +88,12 @@ def _within_one_process(given: argparse.Namespace, seed: int) -> dict[str, Any]:
         }
     found = {name: asyncio.run(corrupt_many(given.num // 2, seed, name)) for name in ("grpc", "shm")}
     return {
-        name: {"handoffs": each.num_handoffs, "tampered_and_counted": each.done.total(), "how": dict(each.done)}
+        name: {
+            "handoffs": each.num_handoffs,
+            "tampered_and_counted": each.done.total(),
+            "how": dict(each.done),
+            "found_by": dict(each.checks),
+        }
         for name, each in found.items()
     }
 

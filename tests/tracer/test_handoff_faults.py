@@ -28,6 +28,7 @@ from harness import (
     gated,
 )
 
+from engine.kv_reader import check_name
 from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
 from kvstore.transport import shm as shm_transport
@@ -113,38 +114,47 @@ def _wrong_first_position(answer: worker_pb2.ReleaseResponse) -> None:
     answer.first_token.position += 1
 
 
-LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "a bit flipped": ("frame", _flip),
-    "bytes missing": ("frame", lambda frame: setattr(frame, "data", frame.data[:-1])),
-    "no bytes": ("frame", lambda frame: setattr(frame, "data", b"")),
-    "a block skipped": ("frame", lambda frame: setattr(frame, "first_block", frame.first_block + 1)),
-    "a block repeated": (
-        "frame",
-        lambda frame: setattr(frame, "first_block", 0) if frame.first_block else _flip(frame),
-    ),
-    "blocks too many": ("frame", lambda frame: frame.block_ids.extend(range(99))),
-    "another checksum": ("release", lambda answer: setattr(answer, "checksum", answer.checksum ^ 1)),
-    "another epoch": ("release", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1)),
-    "another count": ("release", lambda answer: setattr(answer, "num_tokens", answer.num_tokens - 1)),
-    "not intact": ("release", lambda answer: setattr(answer, "intact", False)),
-    "no first token": ("release", lambda answer: answer.ClearField("first_token")),
-    "first token elsewhere": ("release", _wrong_first_position),
-    "described epoch": ("describe", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1)),
-    "described layout": ("describe", lambda answer: setattr(answer, "layout", "other")),
-    "no transport": ("describe", lambda answer: answer.ClearField("transports")),
-    "told another count": ("release_request", lambda request: setattr(request, "num_tokens", 3)),
+def _repeat(frame: worker_pb2.FetchResponse) -> None:
+    frame.first_block = max(0, frame.first_block - 1)
+
+
+BLOCKS, COUNT, LEASE = worker_pb2.KV_CHECK_BLOCKS, worker_pb2.KV_CHECK_COUNT, worker_pb2.KV_CHECK_LEASE
+EPOCH, LAYOUT, CHECKSUM = worker_pb2.KV_CHECK_EPOCH, worker_pb2.KV_CHECK_LAYOUT, worker_pb2.KV_CHECK_CHECKSUM
+REACHABLE = worker_pb2.KV_CHECK_REACHABLE
+LIES: dict[str, tuple[str, Callable[[Any], Any], worker_pb2.KVCheck]] = {
+    "a bit flipped": ("frame", _flip, CHECKSUM),
+    "bytes missing": ("frame", lambda frame: setattr(frame, "data", frame.data[:-1]), BLOCKS),
+    "no bytes": ("frame", lambda frame: setattr(frame, "data", b""), BLOCKS),
+    "a block skipped": ("frame", lambda frame: setattr(frame, "first_block", frame.first_block + 1), BLOCKS),
+    "a block repeated": ("frame", _repeat, BLOCKS),
+    "blocks too many": ("frame", lambda frame: frame.block_ids.extend(range(99)), BLOCKS),
+    "another checksum": ("release", lambda answer: setattr(answer, "checksum", answer.checksum ^ 1), CHECKSUM),
+    "another epoch": ("release", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1), EPOCH),
+    "another count": ("release", lambda answer: setattr(answer, "num_tokens", answer.num_tokens - 1), COUNT),
+    "not intact": ("release", lambda answer: setattr(answer, "intact", False), LEASE),
+    "no first token": ("release", lambda answer: answer.ClearField("first_token"), COUNT),
+    "first token elsewhere": ("release", _wrong_first_position, COUNT),
+    "described epoch": ("describe", lambda answer: setattr(answer, "epoch", answer.epoch ^ 1), EPOCH),
+    "described layout": ("describe", lambda answer: setattr(answer, "layout", "other"), LAYOUT),
+    "no transport": ("describe", lambda answer: answer.ClearField("transports"), LAYOUT),
+    "told another count": ("release_request", lambda request: setattr(request, "num_tokens", 3), LEASE),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_kv_that_is_not_attested_is_never_answered_from(lie):
-    async with cell(kv_transports=("grpc",)) as c:
+    """And the record says which check failed, as the worker's counters do."""
+    async with cell(kv_transports=("grpc",), chunk_size=16, max_num_tokens=32) as c:
         owner = FalseOwner(c)
-        where, change = LIES[lie]
+        where, change, check = LIES[lie]
         setattr(owner, where, change)
-        assert (await answer_through(c, owner)).outcome == KV_LOST
+        record = await answer_through(c, owner)
+        assert (record.outcome, record.failed_check) == (KV_LOST, check)
+        load = c.decode.role.load()
+        assert dict(load.handoffs_lost) == {check_name(check): 1} and load.num_handoffs_lost == 1
         # The same bytes, told truly, are good: the lie was the reason.
-        assert (await answer_through(c, FalseOwner(c))).outcome == FINISHED
+        record = await answer_through(c, FalseOwner(c))
+        assert (record.outcome, record.failed_check) == (FINISHED, worker_pb2.KV_CHECK_UNSPECIFIED)
 
 
 async def test_a_stream_that_ends_early_is_not_believed():
@@ -178,6 +188,7 @@ async def test_an_owner_that_does_not_exist():
             c.router.decode(attempt(), c.router.source(address="127.0.0.1:1", worker_id="ghost")), LIMIT_S
         )
         assert record.outcome == KV_LOST and "ghost" in record.detail
+        assert record.failed_check == REACHABLE
         await c.balanced()
 
 
@@ -185,8 +196,10 @@ async def test_an_owner_of_another_epoch_or_without_the_attempt():
     async with cell() as c:
         request = attempt()
         await c.router.prefill(request)
-        assert (await c.router.decode(request, c.router.source(epoch=c.p.epoch + 1))).outcome == KV_LOST
-        assert (await c.router.decode(attempt(), c.router.source())).outcome == KV_LOST
+        record = await c.router.decode(request, c.router.source(epoch=c.p.epoch + 1))
+        assert (record.outcome, record.failed_check) == (KV_LOST, EPOCH)
+        record = await c.router.decode(attempt(), c.router.source())
+        assert (record.outcome, record.failed_check) == (KV_LOST, LEASE)
         assert (await c.router.decode(request, c.router.source())).outcome == FINISHED, "the true attempt is unhurt"
         await c.balanced()
 
@@ -224,7 +237,7 @@ async def test_layouts_that_differ_are_refused():
         request = attempt()
         prefilling = await c.router.prefill(request)
         record = await c.router.decode(request, c.router.source())
-        assert record.outcome == KV_LOST and "layout" in record.detail
+        assert record.outcome == KV_LOST and "layout" in record.detail and record.failed_check == LAYOUT
         prefilling.cancel()
         await c.balanced()
 
@@ -264,6 +277,7 @@ async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
         prefilling = await c.router.prefill(request)
         record = await asyncio.wait_for(c.router.decode(request, c.router.source()), LIMIT_S)
         assert record.outcome == KV_LOST and "nobody thought of this" in record.detail
+        assert record.failed_check == worker_pb2.KV_CHECK_READER
         prefilling.cancel()
         await c.balanced()
 
