@@ -76,11 +76,12 @@ class HttpDoor:
         """Listens no more; answers under way are cut off."""
         if self._server is not None:
             self._server.close()
-            await self._server.wait_closed()
         for task in self._answering:
             task.cancel()
         if self._answering:
             await asyncio.wait(self._answering)
+        if self._server is not None:
+            await self._server.wait_closed()  # in newer Pythons that waits for its connections as well
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Not a coroutine: then the tasks would be the library's, and nobody could end them."""
