@@ -61,7 +61,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     def __init__(self, parts: WorkerParts) -> None:
         config = parts.config
         max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
-        self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved)
+        self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved, drafter=parts.drafter)
         self._parts = parts
         self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports, parts.cluster.calling)
         self._streams = TokenStreams()
@@ -164,6 +164,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             transfer_ms=0 if fetched is None else 1000 * fetched.duration_s,
             prefill_ms=1000 * prefill_s,
             detail=sequence.detail,
+            num_drafts=sequence.num_drafts,
+            num_accepted_drafts=sequence.num_accepted_drafts,
         )
 
     async def Attach(
@@ -262,7 +264,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def load(self) -> inference_pb2.WorkerLoad:
         """See `engine.worker_service.Role`."""
-        scheduler = self.scheduler
+        scheduler, speculation = self.scheduler, self.scheduler.speculation
         return inference_pb2.WorkerLoad(
             num_queued=scheduler.num_queued,
             num_running=scheduler.num_running,
@@ -270,6 +272,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             num_leases=len(self._parts.leases),
             pool=pool_status(self._parts.holdings),
             num_handoffs_lost=self._num_handoffs_lost,
+            num_drafts=0 if speculation is None else speculation.num_drafts,
+            num_accepted_drafts=0 if speculation is None else speculation.num_accepted,
         )
 
     def live_attempts(self) -> int:

@@ -56,6 +56,9 @@ class Attempt:
         sequence = self.sequence
         self.span.set_attribute("baton.num_tokens", sequence.num_tokens)
         self.span.set_attribute("baton.num_cached_tokens", sequence.num_cached)
+        if sequence.num_drafts:
+            self.span.set_attribute("baton.num_drafts", sequence.num_drafts)
+            self.span.set_attribute("baton.num_accepted_drafts", sequence.num_accepted_drafts)
         if sequence.state in _BAD_ENDINGS:
             self.span.set_status(Status(StatusCode.ERROR, sequence.detail or sequence.state.value))
         self.span.end()

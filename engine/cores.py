@@ -11,11 +11,12 @@ counts as busy until it is started again: its CPUs are idle then, never taken fr
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.batch import Batch, Runner
@@ -95,3 +96,20 @@ class LendingRunner(Runner):
             return self._runner.run(batch)
         finally:
             self._board.end_step()
+
+
+@contextlib.contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Lets this thread run on `cpus`, if any are given, while torch is imported.
+
+    Its OpenMP counts then how many CPUs there are. With more threads than that, lent CPUs included, it would put them
+    to sleep at every barrier.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):  # some are not this process's: it never gets them lent either
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
