@@ -106,12 +106,31 @@ class Speculation:
 
     def add_to(self, plan: Plan) -> None:
         """Adds drafts to a plan of sequences that get one token each."""
-        room = self._limits.max_num_tokens - plan.num_tokens
-        for index, length in enumerate(self._lengths_for([part.sequence for part in plan.slices], room)):
-            if length > 0:
-                drafts = self._drafts(plan.slices[index].sequence, length)
-                if drafts:
-                    plan.draft(index, drafts)
+        sequences = [part.sequence for part in plan.slices]
+        load = StepLoad(len(sequences), sum(sequence.num_tokens for sequence in sequences))
+        if not sequences or self._step_times.predict_ms(load) is None:
+            return
+        records = [self._record(sequence) for sequence in sequences]
+        asked = self._whom_to_ask(records, load)
+        if asked:
+            drafts = [
+                self._drafts(each, self._longest(each)) if index in asked else ()
+                for index, each in enumerate(sequences)
+            ]
+            room = min(self._limits.max_num_tokens - plan.num_tokens, int(2 * self._usual_drafts) + FIRST_DRAFTS)
+            lengths = self._paying_lengths(records, [len(each) for each in drafts], load, room)
+        else:
+            drafts = self._tried(sequences, records)
+            lengths = [len(each) for each in drafts]
+        for index, length in enumerate(lengths):
+            if length < len(drafts[index]):
+                self._holdings.shrink(sequences[index], sequences[index].num_tokens + length)
+            if length:
+                plan.draft(index, drafts[index][:length])
+            elif drafts[index]:
+                self._drafter.judge(sequences[index], 0, 0)
+            records[index].last = length
+        self._usual_drafts = max(USUAL_KEPT * self._usual_drafts, sum(lengths))
 
     def judge(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step has computed drafts, of which the first ones came true."""
@@ -139,43 +158,50 @@ class Speculation:
     def _drafts(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Guesses for which there are blocks; none beyond one that would end the sequence."""
         holdings, num_tokens = self._holdings, sequence.num_tokens
-        if not holdings.grow(sequence, num_tokens + most):
+        if most > 0 and not holdings.grow(sequence, num_tokens + most):
             most = min(most, len(sequence.block_table) * holdings.block_size - num_tokens)
-        drafts = self._drafter.propose(sequence, most) if most > 0 else ()
+        if most < 1:
+            return ()
+        drafts = self._drafter.propose(sequence, most)
         endings = sequence.ending_token_ids(self._limits.eos_token_ids)
         length = next((index + 1 for index, token_id in enumerate(drafts) if token_id in endings), len(drafts))
         if length < most:
             holdings.shrink(sequence, num_tokens + length)
         return drafts[:length]
 
-    def _lengths_for(self, sequences: list[Sequence], room: int) -> list[int]:
-        """Most drafts of each: those that pay, or one that is tried."""
-        load = StepLoad(len(sequences), sum(sequence.num_tokens for sequence in sequences))
-        if not sequences or self._step_times.predict_ms(load) is None:
-            return []
-        room = min(room, int(2 * self._usual_drafts) + FIRST_DRAFTS)
-        lengths = self._paying_lengths(sequences, load, room)
-        may_try = room > 0 and not any(lengths)  # beside others, what is known of those takes the place of a try
-        for index, sequence in enumerate(sequences):
-            record = self._records[sequence]
-            record.last = lengths[index]
-            if lengths[index]:
+    def _whom_to_ask(self, records: list[_Record], load: StepLoad) -> set[int]:
+        """Those of whom one draft would pay, were it the only one. Of the others less is known with each step."""
+        prior, num_tokens = self._rate.value(PRIOR_RATE), load.num_sequences
+        duration_ms, longer_ms = self._duration_ms(load, 0), self._duration_ms(load, 1)
+        asked = set()
+        for index, record in enumerate(records):
+            counted = record.rate.value(prior) * (1 if record.last else MARGIN)
+            if (num_tokens + counted) * duration_ms > num_tokens * longer_ms and not self._is_too_long(longer_ms):
+                asked.add(index)
                 record.idle_steps = 0
             else:
-                record.idle_steps += 1
                 record.rate.fade(KEPT_IDLE)
-            if may_try and record.idle_steps > record.try_steps and self._longest(sequence) > 0:
-                lengths[index], record.idle_steps, may_try = 1, 0, False
-        self._usual_drafts = max(USUAL_KEPT * self._usual_drafts, sum(lengths))
-        return lengths
+                record.idle_steps += 1
+        return asked
 
-    def _paying_lengths(self, sequences: list[Sequence], load: StepLoad, room: int) -> list[int]:
-        lengths, prior = [0] * len(sequences), self._rate.value(PRIOR_RATE)
-        records = [self._record(sequence) for sequence in sequences]
+    def _tried(self, sequences: list[Sequence], records: list[_Record]) -> list[tuple[int, ...]]:
+        """A draft of one whose turn it is to try, whatever it costs. Beside others that draft nobody tries: what is
+        known of those takes the place of what is known of one."""
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        for index, record in enumerate(records):
+            if record.idle_steps > record.try_steps:
+                record.idle_steps = 0
+                drafts[index] = self._drafts(sequences[index], min(1, self._most(sequences[index])))
+                break
+        return drafts
+
+    def _paying_lengths(self, records: list[_Record], most: list[int], load: StepLoad, room: int) -> list[int]:
+        """How many of the drafts of each to take."""
+        lengths, prior = [0] * len(records), self._rate.value(PRIOR_RATE)
         # The next draft of each sequence, by minus the chance that it and all before it come true.
-        candidates = [(-record.rate.value(prior), index) for index, record in enumerate(records)]
+        candidates = [(-record.rate.value(prior), index) for index, record in enumerate(records) if most[index]]
         heapify(candidates)
-        num_tokens, num_drafts, duration_ms = float(len(sequences)), 0, self._duration_ms(load, 0)
+        num_tokens, num_drafts, duration_ms = float(len(records)), 0, self._duration_ms(load, 0)
         while candidates and num_drafts < room:
             index, chance = candidates[0][1], -candidates[0][0]
             record, length = records[index], lengths[index] + 1
@@ -183,11 +209,11 @@ class Speculation:
             counted = chance if length <= record.last else MARGIN * chance
             if (num_tokens + counted) * duration_ms <= num_tokens * longer_ms or self._is_too_long(longer_ms):
                 break
-            if length > min(record.longest, self._longest(sequences[index])):
-                heappop(candidates)
-                continue
             lengths[index], num_tokens, num_drafts, duration_ms = length, num_tokens + chance, num_drafts + 1, longer_ms
-            heapreplace(candidates, (-chance * record.rate.value(prior), index))
+            if length < most[index]:
+                heapreplace(candidates, (-chance * record.rate.value(prior), index))
+            else:
+                heappop(candidates)
         return lengths
 
     def _record(self, sequence: Sequence) -> _Record:
@@ -197,7 +223,11 @@ class Speculation:
         return record
 
     def _longest(self, sequence: Sequence) -> int:
-        """Most drafts of a sequence, whatever they cost: the step may yield one token more."""
+        """Most drafts of a sequence, whatever they cost."""
+        return min(self._records[sequence].longest, self._most(sequence))
+
+    def _most(self, sequence: Sequence) -> int:
+        """The same, also of one whose drafts were mostly wrong: the step may yield one token more."""
         num_outputs = sequence.num_outputs
         most = min(sequence.request.sampling.max_tokens - num_outputs, self._limits.max_model_len - sequence.num_tokens)
         expected = self._lengths.expected_more(num_outputs, most)

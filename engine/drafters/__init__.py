@@ -66,7 +66,8 @@ class Drafter(ABC):
         no guess."""
 
     def judge(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """The first ones of what was proposed came true, and the sequence has them and one token more."""
+        """Of what was proposed so many were computed, and the first ones came true: the sequence has them and one token
+        more. None are computed where they would not have paid."""
         return None
 
     @abstractmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from drafting import AFTER_WRONG_DRAFT, WRONG_DRAFT, MadeByTests, NoTime, Scripted, samples_of, take_no_time
+from drafting import AFTER_WRONG_DRAFT, WRONG_DRAFT, MadeByTests, Scripted, samples_of, take_no_time
 from pools import EOS, make_holdings, make_limits, make_sequence
 
 from decode_svc.scheduler import DecodeScheduler
@@ -46,10 +46,6 @@ class Chancy(MadeByTests):
                 return (*drafts, *[WRONG_DRAFT] * (most - index))
             drafts.append(true_token(sequence, sequence.num_tokens + index))
         return tuple(drafts)
-
-
-class Fixed(NoTime):
-    """Always as many as may be: a fixed length."""
 
 
 @dataclass
@@ -139,6 +135,20 @@ def test_it_is_about_as_fast_as_the_best_fixed_length_and_never_slower_than_none
     adaptive = measure(batch_size, COSTS[cost], Chancy(lambda _: rate), draft_length=8)
     assert adaptive.rate >= 0.98 * none.rate
     assert adaptive.rate >= 0.94 * max(fixed.values()), fixed
+
+
+class NowAndThen(Chancy):
+    """Has a guess for a few sequences only, a right one."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return super().propose(sequence, most) if sequence.token_ids[0] % 10 == 9 else ()
+
+
+@pytest.mark.parametrize("batch_size", [16, 32])
+def test_those_without_a_guess_do_not_keep_others_from_drafting(batch_size):
+    none = measure(batch_size, two_cores, None)
+    measured = measure(batch_size, two_cores, NowAndThen(lambda _: 0.95), draft_length=8)
+    assert measured.rate > 1.03 * none.rate
 
 
 def test_what_never_pays_is_hardly_tried():
