@@ -17,8 +17,7 @@ admitted, while the step with it is predicted to stay within the target (`engine
 of prompts computed here are cut likewise, but to no less than a block a step: prompts of n blocks together take n steps
 at most, and no step exceeds the target by more than that block, where the running sequences alone keep within it.
 
-With a drafter, sequences compute guesses of their next tokens as well (`decode_svc.speculation`), in steps without
-prompts; a guess that equals what is sampled in its place stands, and the step has yielded one token more.
+With a drafter steps without prompts compute guesses of tokens as well, which may come true: `decode_svc.speculation`.
 
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
 runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
