@@ -80,6 +80,10 @@ class Usage:
     """Tokens generated."""
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
+    drafted_tokens: int = 0
+    """Tokens that were guessed and checked beside others, by the worker that answered last."""
+    accepted_tokens: int = 0
+    """Of these, those that came true."""
 
     @property
     def session_tokens(self) -> int:

@@ -123,6 +123,17 @@ class ServeConfig:
     """Tokens that a sequence usually has: memory for as many sequences as a worker may hold is taken at its start."""
     kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
     """Transports to offer, of shm, grpc, ...; default: all."""
+    speculation: str | None = field(default=None, metadata=_in("Workers"))
+    """Who drafts tokens for decode steps to check, so that one step may yield several: none; ngram, which looks up what
+    followed the last tokens earlier in the text; self, the model in 8 bits; draft_model. Answers stay the same."""
+    draft_model_path: str | None = field(default=None, metadata=_in("Workers"))
+    """Hugging Face folder or .gguf file of the smaller model that drafts."""
+    draft_length: int | None = field(default=None, metadata=_in("Workers", min=1, max=15))
+    """Most tokens drafted for a sequence and step; fewer or none where they would not pay."""
+    acceptance_threshold: float | None = field(default=None, metadata=_in("Workers", min=0, max=1))
+    """Part of a sequence's drafts that must come true, else it gets shorter ones."""
+    spec_memory_budget_mb: int | None = field(default=None, metadata=_in("Workers", min=0))
+    """MiB that drafts may take; where they need more, decoding goes on without."""
     prefill_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))
     """Options of this section for prefill workers alone: max-num-tokens=1024,chunk-size=256."""
     decode_options: tuple[str, ...] = field(default=(), metadata=_in("Workers"))

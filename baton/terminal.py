@@ -167,10 +167,11 @@ def describe(finish: Finish) -> str:
     """Workers, counts and durations in a few lines."""
     served, timing, usage = finish.served_by, finish.timing, finish.usage
     moved = f"{served.kv_bytes} KV bytes handed off by {served.transport}" if served.transport else "no KV handed off"
+    drafted = f" ({usage.accepted_tokens} of {usage.drafted_tokens} drafts)" if usage.drafted_tokens else ""
     return (
         f"prefilled by {served.prefill_worker_id}, decoded by {served.decode_worker_id}\n"
         f"time to first token {timing.time_to_first_token_ms:.1f} ms, "
         f"inter-token latency {timing.inter_token_latency_ms:.1f} ms, {moved}\n"
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
-        f"{usage.completion_tokens} generated; finish: {finish.reason}"
+        f"{usage.completion_tokens} generated{drafted}; finish: {finish.reason}"
     )

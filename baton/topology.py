@@ -43,6 +43,11 @@ WORKER_OPTIONS = (
     "kv_block_size",
     "num_kv_blocks",
     "expected_sequence_tokens",
+    "speculation",
+    "draft_model_path",
+    "draft_length",
+    "acceptance_threshold",
+    "spec_memory_budget_mb",
     "kv_transports",
 )
 ROUTER_OPTIONS = (

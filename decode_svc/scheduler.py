@@ -18,21 +18,25 @@ admitted, while the step with it is predicted to stay within the target (`engine
 of prompts computed here are cut likewise, but to no less than a block a step: prompts of n blocks together take n steps
 at most, and no step exceeds the target by more than that block, where the running sequences alone keep within it.
 
+With a drafter steps without prompts compute guesses of tokens as well, which may come true: `decode_svc.speculation`.
+
 Static batching (`is_static`) is the baseline that continuous batching is measured against: no admission while a batch
 runs, no token before all of it is there, no place given twice, nobody preempted for a place in it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from decode_svc.outlook import Forecast, Outlook
+from decode_svc.speculation import Speculation
+from engine.drafters import Drafter
 from engine.holdings import Holdings
 from engine.lengths import OutputLengths
 from engine.planning import Plan, fill, fill_shared
-from engine.ranking import RankedQueue, oldest, rank_when_served
+from engine.ranking import RankedQueue, by_class_when_served, oldest, rank_when_served
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
@@ -47,15 +51,23 @@ class DecodeScheduler:
     """Continuous batching with growth and eviction."""
 
     def __init__(
-        self, holdings: Holdings, limits: Limits, max_reserved_tokens: int, lengths: OutputLengths | None = None
+        self,
+        holdings: Holdings,
+        limits: Limits,
+        max_reserved_tokens: int,
+        lengths: OutputLengths | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.holdings = holdings
         self.limits = limits
-        has_target = limits.target_step_ms is not None and not limits.is_static
-        self.step_times = StepTimes() if has_target else None
+        self._has_target = limits.target_step_ms is not None and not limits.is_static
         self.totals = Totals()
         self._lengths = lengths or OutputLengths(limits.output_length_quantile, least_tokens=holdings.block_size)
-        self._outlook = Outlook(holdings, limits, self._lengths, self.step_times)
+        times = StepTimes()
+        self.step_times = times if self._has_target or drafter is not None else None
+        self._outlook = Outlook(holdings, limits, self._lengths, times if self._has_target else None)
+        self.speculation = None if drafter is None else Speculation(drafter, holdings, limits, self._lengths, times)
+        """Decides on drafts; None without a drafter."""
         self._forecast: Forecast | None = None  # of what holds blocks now; made when something waits for them
         self._refusal: tuple[Sequence, int, int] | None = None  # for whom blocks were short, and when nothing changed
         self._max_reserved_tokens = max_reserved_tokens
@@ -94,6 +106,8 @@ class DecodeScheduler:
         fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_tokens)
         overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
         prompts = list(self._prefilling)
+        if self.speculation is not None and not prompts:
+            self.speculation.add_to(plan)
         budget = self._outlook.max_tokens(plan, prompts[0]) if prompts else 0
         fill_shared(plan, prompts, limits.chunk_size, budget, overdue_since_s)
         return plan
@@ -104,17 +118,35 @@ class DecodeScheduler:
         return starting
 
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
-        """Counts the slices as computed and appends the new tokens."""
+        """Counts the slices as computed and appends the new tokens, drafts that came true among them."""
         new_tokens, remaining = [], iter(samples)
         for part in plan.slices:
             sequence, sample = part.sequence, next(remaining) if part.samples else None
+            after_drafts = list(islice(remaining, len(part.drafts)))
             if not sequence.is_over:
                 sequence.num_computed += part.num_tokens
                 self.holdings.register_computed(sequence)
                 if sample is not None:
                     new_tokens.append(self._append(sequence, sample, now_s))
+                if after_drafts:
+                    new_tokens += self._accept(sequence, part.drafts, after_drafts, now_s)
             self.holdings.unpin(sequence)
         self.totals.num_generated_tokens += len(new_tokens)
+        return new_tokens
+
+    def _accept(self, sequence: Sequence, drafts: Iterable[int], samples: list[Sample], now_s: float) -> list[NewToken]:
+        """Takes the samples after drafts that came true: those that equal the token sampled in their place. Of the
+        others nothing stays: their blocks are given back, and what they wrote is written over."""
+        assert self.speculation is not None
+        new_tokens: list[NewToken] = []
+        for draft, sample in zip(drafts, samples, strict=True):
+            if sequence.is_over or draft != sequence.token_ids[-1]:
+                break
+            sequence.num_computed += 1
+            new_tokens.append(self._append(sequence, sample, now_s))
+        self.speculation.judge(sequence, len(samples), len(new_tokens))
+        self.holdings.register_computed(sequence)
+        self.holdings.shrink(sequence, sequence.num_computed)
         return new_tokens
 
     def received(self, sequence: Sequence) -> None:
@@ -206,7 +238,8 @@ class DecodeScheduler:
         in which they came: one that waits never takes the place of one that runs."""
         chosen: Iterable[Sequence] = self._decoding
         if len(self._decoding) > self._batch_size:
-            chosen = islice(self._by_class(now_s), self._batch_size)
+            in_order = by_class_when_served(self._decoding, now_s, self.limits.ageing_s)
+            chosen = islice(in_order, self._batch_size)
         chosen = set(chosen)
         for sequence in self._decoding:
             state = State.DECODING if sequence in chosen else State.PAUSED
@@ -219,18 +252,6 @@ class DecodeScheduler:
             elif sequence.paused_since_s is not None:
                 sequence.paused_s += now_s - sequence.paused_since_s
                 sequence.paused_since_s = None
-
-    def _by_class(self, now_s: float) -> Iterator[Sequence]:
-        """Those that decode: each class in its order, the classes merged by what their first ones rank now."""
-        classes: dict[int, deque[Sequence]] = {}
-        for sequence in self._decoding:
-            classes.setdefault(sequence.request.priority, deque()).append(sequence)
-        while classes:
-            first = min((members[0] for members in classes.values()), key=lambda each: self._rank_now(each, now_s))
-            members = classes[first.request.priority]
-            yield members.popleft()
-            if not members:
-                del classes[first.request.priority]
 
     def _rank_now(self, sequence: Sequence, now_s: float) -> float:
         return rank_when_served(sequence, now_s, self.limits.ageing_s)
@@ -308,7 +329,7 @@ class DecodeScheduler:
             else:
                 self._prefilling.add(sequence)
                 sequence.move(State.PREFILLING)
-            if self.step_times is not None:
+            if self._has_target:
                 return  # the next is judged by steps that hold this one
 
     def _seat(self, sequence: Sequence, source: str | None, has_place: bool) -> bool:
@@ -384,6 +405,8 @@ class DecodeScheduler:
         return reserved == 0 or reserved + num_tokens <= self._max_reserved_tokens
 
     def _forget(self, sequence: Sequence) -> None:
+        if self.speculation is not None and sequence.is_over:
+            self.speculation.forget(sequence)
         for queue in (self._waiting, self._prefilling, self._decoding):
             queue.discard(sequence)
         if sequence in self._starting:

@@ -69,7 +69,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     def __init__(self, parts: WorkerParts) -> None:
         config = parts.config
         max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
-        self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved)
+        self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved, drafter=parts.drafter)
         self._parts = parts
         self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports, parts.cluster.calling)
         self._streams = TokenStreams()
@@ -187,6 +187,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             detail=sequence.detail,
             timeline=attempt.timeline(),
             failed_check=job.failed_check,
+            num_drafts=sequence.num_drafts,
+            num_accepted_drafts=sequence.num_accepted_drafts,
         )
 
     async def Attach(
@@ -320,7 +322,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def load(self) -> inference_pb2.WorkerLoad:
         """See `engine.worker_service.Role`."""
-        scheduler, (step_s, tokens_per_s) = self.scheduler, self._step_loop.prompt_times.fit()
+        scheduler, speculation = self.scheduler, self.scheduler.speculation
+        step_s, tokens_per_s = self._step_loop.prompt_times.fit()
         return inference_pb2.WorkerLoad(
             num_queued=scheduler.num_queued,
             num_running=scheduler.num_running,
@@ -332,6 +335,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             prompt_tokens_per_s=tokens_per_s,
             prompt_step_ms=1000 * step_s,
             fetch_bytes_per_s=self._reader.ready_rate.per_s,
+            num_drafts=0 if speculation is None else speculation.num_drafts,
+            num_accepted_drafts=0 if speculation is None else speculation.num_accepted,
         )
 
     def families(self) -> Iterable[Family]:

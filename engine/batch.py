@@ -19,7 +19,7 @@ class SampleRow:
     """Asks for one token after a packed row."""
 
     row: int
-    """Index into the packed tokens: the last token of its sequence in this step."""
+    """Index into the packed tokens: a sequence's last token, or a draft after it."""
     position: int
     """Position of the token to be sampled; with the seed it fixes the draw."""
     sampling: SamplingParams
@@ -42,7 +42,9 @@ class Batch:
     query_starts: list[int] = field(default_factory=lambda: [0])  # [B + 1]
     context_lens: list[int] = field(default_factory=list)  # [B], this step's tokens included
     block_tables: list[list[int]] = field(default_factory=list)  # [B], each as long as its context needs
-    sample_rows: list[SampleRow] = field(default_factory=list)  # [S], S <= B
+    sample_rows: list[SampleRow] = field(default_factory=list)  # [S], S <= B + num_draft_rows
+    num_draft_rows: int = 0
+    """Packed tokens that are guesses, after the known ones of their sequences."""
 
     @property
     def num_tokens(self) -> int:

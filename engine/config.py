@@ -110,6 +110,22 @@ class WorkerConfig:
     """Decode pool only: the quantile of learned output lengths up to which admission keeps blocks for those that run.
     Lower: fewer evictions and fewer sequences at once."""
 
+    speculation: str = field(default="none", metadata=_in("Speculation"))
+    """Decode pool only: who drafts tokens for steps to check, so that one step may yield several; a name in
+    engine/drafters. Answers stay the same. "ngram" looks up what followed the last tokens earlier in the sequence,
+    "self" is the model itself in 8 bits, "draft_model" is the one at --draft-model-path."""
+    draft_model_path: str | None = field(default=None, metadata=_in("Speculation"))
+    """Hugging Face folder or .gguf file of a smaller model with the same vocabulary."""
+    draft_length: int = field(default=5, metadata=_in("Speculation", min=1, max=15))
+    """Most tokens drafted for a sequence and step, with the one before them no more rows than attention takes on all
+    devices; fewer or none where they would not pay."""
+    acceptance_threshold: float = field(default=0.0, metadata=_in("Speculation", min=0, max=1))
+    """A sequence of whose drafts less than this part comes true gets shorter ones, step by step, and longer ones above
+    it. Default: 0, what drafts cost and yield decides alone."""
+    spec_memory_budget_mb: int = field(default=4096, metadata=_in("Speculation", min=0))
+    """MiB that drafts may take: the KV of all that are being checked, and what the drafter has of its own. With less
+    than is needed, and where a drafter cannot be had for another reason, the worker serves without."""
+
     kv_cache_type: Literal["paged"] = field(default="paged", metadata=_in("KV cache"))
     """How KV is kept: in blocks of --kv-block-size positions, reached through block tables. There is no other way."""
     kv_block_size: int | None = field(default=None, metadata=_in("KV cache", min=1, aliases=("--block-size",)))

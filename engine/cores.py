@@ -12,11 +12,12 @@ counts as busy until it is started again: its CPUs are idle then, never taken fr
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.batch import Batch, Runner
@@ -123,3 +124,20 @@ class LendingRunner(Runner):
             os.sched_setaffinity(0, cpus)  # of the calling thread alone
             self._set_num_threads(len(cpus))
             self._cpus = cpus
+
+
+@contextlib.contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Lets this thread run on `cpus`, if any are given, while torch is imported.
+
+    Its OpenMP counts then how many CPUs there are. With more threads than that, lent CPUs included, it would put them
+    to sleep at every barrier.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):  # some are not this process's: it never gets them lent either
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -27,17 +27,25 @@ class Decoder(ABC):
     def read_spec(config: ConfigReader) -> DecoderSpec:
         """What the family's configuration means. Raises CheckpointError for what is not supported."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization = "none") -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        weights: WeightSource,
+        quantization: Quantization = "none",
+        shared: Decoder | None = None,
+    ) -> None:
+        """Embedding and head, which are not quantised, are those of `shared`, if it is given: the same model."""
         self.spec = spec
         """The model's shape."""
         self._ops = ops
         load = WeightLoader(spec, ops, weights, quantization)
-        self._embedding = load.embedding()  # [V, H]
+        self._embedding: Tensor = load.embedding() if shared is None else shared._embedding  # [V, H]
         self._layers = [load.layer(index) for index in range(spec.num_layers)]
         self._final_norm = weights.read("model.norm.weight", (spec.hidden_size,)).to(ops.device)  # [H]
         # What follows each layer: the sum it ends with is normalised by the same operation.
         self._following_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]  # [H] each
-        self._head = load.head(self._embedding)
+        self._head: object = load.head(self._embedding) if shared is None else shared._head
         shape = DecoderShape(
             spec.hidden_size,
             spec.intermediate_size,

@@ -139,6 +139,13 @@ class Holdings:
             return False
         return True
 
+    def shrink(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives back what a table has beyond `num_tokens` positions; nothing of it may be registered."""
+        kept = self.num_blocks(num_tokens)
+        assert sequence.num_registered <= kept, "computed blocks are not given back"
+        self.pool.release(sequence.block_table[kept:])
+        del sequence.block_table[kept:]
+
     def register_computed(self, sequence: Sequence) -> None:
         """Makes the whole blocks computed since the last call reusable by others. Only ever called with KV that was
         computed here or attested by its owner."""

@@ -95,8 +95,10 @@ def load_model(
     ops: Ops,
     progress: Progress | None = None,
     quantization: Quantization = "none",
+    shared: Decoder | None = None,
 ) -> Decoder:
-    """Reads the weights of `checkpoint` onto the device of `ops`; those of linear layers are quantised as told.
+    """Reads the weights of `checkpoint` onto the device of `ops`; those of linear layers are quantised as told. What is
+    never quantised is that of `shared`, if the model is loaded already.
 
     `progress` is called with the share done, from above 0 to exactly 1. Raises CheckpointError naming the file and the
     tensor that is missing, misshapen, truncated or of an unknown kind.
@@ -104,7 +106,8 @@ def load_model(
     report = progress or (lambda share: None)
     weights = open_weights(checkpoint, DTYPES[spec.dtype], report)
     with torch.inference_mode():
-        model = load_model_class(spec.architecture, checkpoint.path)(spec.decoder, ops, weights, quantization)
+        model_class = load_model_class(spec.architecture, checkpoint.path)
+        model = model_class(spec.decoder, ops, weights, quantization, shared)
     report(1.0)
     return model
 
@@ -124,7 +127,8 @@ class ModelRunner:
         """The loaded model."""
         self.cache = cache
         """Where its KV is."""
-        self._ops = ops
+        self.ops = ops
+        """What it runs on."""
         ops.prepare(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, layout.block_size, cache.keys[0].dtype)
         self._graphs: DecodeGraphs | None = record_steps(model, ops, cache, max_graph_rows)
 
@@ -135,27 +139,27 @@ class ModelRunner:
         """
         if not batch.num_tokens:
             return []
-        self._ops.enter_thread()
+        self.ops.enter_thread()
         with torch.inference_mode():
             logits = self.logits(batch)
             return sampler.sample(logits, batch.sample_rows)
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """See `engine.batch.Runner`."""
-        self._ops.call_between_layers(call)
+        self.ops.call_between_layers(call)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The forward pass of `run`: logits [S, V] float32 of the rows that sample. Called in inference mode."""
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.logits(batch)
-        device = self._ops.device
+        device = self.ops.device
         token_ids = torch.tensor(batch.token_ids, dtype=torch.int64, device=device)  # [T]
         rows = torch.tensor([row.row for row in batch.sample_rows], dtype=torch.int64, device=device)  # [S]
         return self.model.forward(token_ids, self.metadata(batch), self.cache.keys, self.cache.values, rows)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
         """The batch's places as tensors, planned for this step."""
-        device, int32, int64 = self._ops.device, torch.int32, torch.int64
+        device, int32, int64 = self.ops.device, torch.int32, torch.int64
         longest = max(len(table) for table in batch.block_tables)
         tables = [table + [0] * (longest - len(table)) for table in batch.block_tables]
         starts = batch.query_starts
@@ -169,4 +173,4 @@ class ModelRunner:
             context_lens_list=tuple(batch.context_lens),
             block_size=self.cache.layout.block_size,
         )
-        return replace(metadata, plan=self._ops.plan_attention(metadata))
+        return replace(metadata, plan=self.ops.plan_attention(metadata))

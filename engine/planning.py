@@ -23,6 +23,8 @@ class Slice(NamedTuple):  # not a dataclass: one is made for each sequence at ev
     """How many of its pending tokens, from the first."""
     samples: bool
     """Whether the slice reaches the sequence's last token, so that the next one is sampled."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens that follow, computed as well; a token is sampled after each of them."""
 
 
 @dataclass(slots=True)
@@ -32,13 +34,28 @@ class Plan:
     slices: list[Slice] = field(default_factory=list)
     """In packing order."""
     num_tokens: int = 0
-    """Sum over the slices."""
+    """Packed rows: the sum over the slices and their drafts."""
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Takes a slice in and pins the sequence's blocks until the step's commit."""
         sequence.num_pins += 1
         self.slices.append(Slice(sequence, num_tokens, num_tokens == sequence.num_pending))
         self.num_tokens += num_tokens
+
+    def draft(self, index: int, drafts: tuple[int, ...]) -> None:
+        """Has a slice that samples compute drafts as well, for which there are blocks."""
+        part = self.slices[index]
+        assert part.samples and not part.drafts, "drafts follow a sequence's last token, once"
+        self.slices[index] = part._replace(drafts=drafts)
+        self.num_tokens += len(drafts)
+
+
+def take_drafts(plan: Plan, batch: Batch) -> None:
+    """Notes in a plan which drafts its step has made itself."""
+    for index, part in enumerate(plan.slices):
+        if part.drafts:
+            end = batch.query_starts[index + 1]
+            plan.slices[index] = part._replace(drafts=tuple(batch.token_ids[end - len(part.drafts) : end]))
 
 
 def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int) -> None:
@@ -98,31 +115,37 @@ def build_batch(plan: Plan, block_size: int, eos_token_ids: tuple[int, ...]) -> 
     """Packs a plan. The batch holds copies, so that the event loop may change sequences while the step runs."""
     batch = Batch()
     for part in plan.slices:
-        sequence, begin = part.sequence, part.sequence.num_computed
-        end = begin + part.num_tokens
+        sequence, drafts, begin = part.sequence, part.drafts, part.sequence.num_computed
+        end = begin + part.num_tokens + len(drafts)
         table = sequence.block_table
-        batch.token_ids.extend(sequence.token_ids[begin:end])
+        batch.token_ids.extend(sequence.token_ids[begin : begin + part.num_tokens])
+        batch.token_ids.extend(drafts)
+        batch.num_draft_rows += len(drafts)
         batch.positions.extend(range(begin, end))
         batch.slots.extend(table[p // block_size] * block_size + p % block_size for p in range(begin, end))
         batch.query_starts.append(len(batch.token_ids))
         batch.context_lens.append(end)
         batch.block_tables.append(table[: -(-end // block_size)])
         if part.samples:
-            batch.sample_rows.append(_sample_row(sequence, len(batch.token_ids) - 1, eos_token_ids))
+            first = len(batch.token_ids) - 1 - len(drafts)
+            for num_before in range(len(drafts) + 1):
+                row = _sample_row(sequence, first + num_before, drafts[:num_before], eos_token_ids)
+                batch.sample_rows.append(row)
     return batch
 
 
-def _sample_row(sequence: Sequence, row: int, eos_token_ids: tuple[int, ...]) -> SampleRow:
+def _sample_row(sequence: Sequence, row: int, drafts: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> SampleRow:
+    """What is asked after a row, should the drafts before it have come true."""
     request, sampling = sequence.request, sequence.request.sampling
     counts_outputs = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     counts_all = sampling.repetition_penalty != 1
     return SampleRow(
         row=row,
-        position=sequence.num_tokens,
+        position=sequence.num_tokens + len(drafts),
         sampling=sampling,
-        suppressed_token_ids=sequence.suppressed_token_ids(eos_token_ids),
+        suppressed_token_ids=sequence.suppressed_token_ids(eos_token_ids, len(drafts)),
         prompt_token_ids=request.prompt_token_ids if counts_all else (),
         output_token_ids=(
-            tuple(sequence.token_ids[len(request.prompt_token_ids) :]) if counts_outputs or counts_all else ()
+            (*sequence.token_ids[len(request.prompt_token_ids) :], *drafts) if counts_outputs or counts_all else ()
         ),
     )

@@ -14,6 +14,7 @@ the less urgent ones that run, however long they run, unless they had waited as 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from engine.sequence import Sequence
@@ -67,6 +68,20 @@ class RankedQueue:
 def rank_when_served(sequence: Sequence, now_s: float, ageing_s: float) -> float:
     """See the module. For one that was never served it is the rank in a queue."""
     return sequence.since_s + sequence.served_s(now_s) - ageing_s * sequence.request.priority
+
+
+def by_class_when_served(sequences: Iterable[Sequence], now_s: float, ageing_s: float) -> Iterator[Sequence]:
+    """Each class in the order given, the classes merged by what their first ones rank now."""
+    classes: dict[int, deque[Sequence]] = {}
+    for sequence in sequences:
+        classes.setdefault(sequence.request.priority, deque()).append(sequence)
+    while classes:
+        firsts = (members[0] for members in classes.values())
+        first = min(firsts, key=lambda each: rank_when_served(each, now_s, ageing_s))
+        members = classes[first.request.priority]
+        yield members.popleft()
+        if not members:
+            del classes[first.request.priority]
 
 
 def oldest(sequences: Iterable[Sequence]) -> Sequence:

@@ -49,6 +49,10 @@ class Limits:
     """Decode pool: the quantile of learned output lengths that admission counts on."""
     target_step_ms: float | None = None
     """Decode pool: what a step may take before no more is admitted to it; see `decode_svc.scheduler`."""
+    draft_length: int = 5
+    """Decode pool, with a drafter: most drafts of a sequence in a step; see `decode_svc.speculation`."""
+    acceptance_threshold: float = 0.0
+    """Decode pool, with a drafter: part of its drafts that must come true, else a sequence gets fewer."""
     expected_sequence_tokens: int | None = None
     """Tokens that a sequence usually has; None: as was learned. The pool grows to that for all seats in large steps."""
 
@@ -86,7 +90,8 @@ class Scheduler(Protocol):
         ...
 
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
-        """Records a step's results; `samples` has one entry for each slice that samples, in order."""
+        """Records a step's results; `samples` has one entry for each slice that samples, in order, each followed by one
+        for each of its drafts."""
         ...
 
     def abandon(self, plan: Plan, detail: str) -> None:

@@ -102,6 +102,10 @@ class Sequence:
     """Leading blocks that others held when it was admitted: they are expected to stay when it ends."""
     num_yielded: int = 0
     """Tokens of steps that shorter prompts had while this one was the first."""
+    num_drafts: int = 0
+    """Guesses of its next tokens that were computed."""
+    num_accepted_drafts: int = 0
+    """Of them those that came true."""
     num_pins: int = 0
     """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
     finish_reason: FinishReason | None = None
@@ -161,11 +165,16 @@ class Sequence:
         if self.observer is not None:
             self.observer(self, source, target)
 
-    def suppressed_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ids that may not be chosen next: every ending id while fewer than min_tokens were generated."""
-        sampling = self.request.sampling
-        if self.num_outputs >= sampling.min_tokens:
+    def suppressed_token_ids(self, eos_token_ids: tuple[int, ...], num_more: int = 0) -> tuple[int, ...]:
+        """Ids that may not be chosen next, or after `num_more` further tokens: every ending id while fewer than
+        min_tokens were generated."""
+        if self.num_outputs + num_more >= self.request.sampling.min_tokens:
             return ()
+        return self.ending_token_ids(eos_token_ids)
+
+    def ending_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids that end generation where they are chosen."""
+        sampling = self.request.sampling
         return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)
 
     def check_finished(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> bool:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from engine.batch import Batch, Runner
-from engine.planning import Plan, build_batch
+from engine.planning import Plan, build_batch, take_drafts
 from engine.rates import PromptTimes
 from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
@@ -106,8 +106,8 @@ class StepLoop:
                 await asyncio.wait([self._growing])  # a thread cannot be stopped
 
     async def _step(self, plan: Plan) -> None:
-        """Runs and commits a plan. If that fails its sequences run again, each alone, so that the one that is the cause
-        fails alone; writing KV twice does no harm."""
+        """Runs and commits a plan. If that fails its sequences run again, each alone and without drafts, so that the
+        one that is the cause fails alone; writing KV twice does no harm."""
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
         num_prompt_tokens, num_prompts = _prompts(plan)
@@ -118,11 +118,13 @@ class StepLoop:
         except Exception as error:
             self.step_clock.end()
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
-            if len(plan.slices) == 1:
+            if len(plan.slices) == 1 and not plan.slices[0].drafts:
                 self._scheduler.abandon(plan, f"the step failed: {error}")
             else:
                 for part in plan.slices:
-                    await self._step(Plan([part], part.num_tokens))
+                    if part.drafts and not part.sequence.is_over:
+                        holdings.shrink(part.sequence, part.sequence.num_tokens)
+                    await self._step(Plan([part._replace(drafts=())], part.num_tokens))
             return
         self.step_clock.end()
         self.num_steps += 1
@@ -131,6 +133,7 @@ class StepLoop:
         self._batch_sizes.observe(len(plan.slices))
         num_rows = len(plan.slices) - num_prompts
         self.prompt_times.observe(num_prompt_tokens, num_rows, duration_ms / 1000)
+        take_drafts(plan, batch)
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))

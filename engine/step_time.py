@@ -33,8 +33,11 @@ DEVIATION_GAIN = 0.05
 MIN_FAMILIAR_STEPS = 4.0
 """Steps like this one, by each thing it holds, below which nothing about it is a surprise."""
 NUM_SWEEPS = 2
+FEW_ROWS = 64
+"""Rows of one token and of drafts above which further ones may cost more, and the first one much: up to about so many,
+the reading of weights takes longer than the products, and devices have other ways to multiply."""
 
-_NUM_FEATURES = 5  # of a step: 1, and what StepLoad counts
+_NUM_FEATURES = 8  # of a step: 1, what StepLoad counts, draft rows above FEW_ROWS, and whether there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class StepLoad:
     """Tokens of chunks of more than one."""
     num_prompt_pairs: int = 0
     """Sum over the tokens of these chunks of what each looks at."""
+    num_draft_rows: int = 0
+    """Drafts that follow rows of one token."""
 
     def with_chunk(self, num_tokens: int, num_computed: int) -> StepLoad:
         """The same and a chunk after `num_computed` tokens."""
@@ -57,13 +62,15 @@ class StepLoad:
             self.num_context_tokens,
             self.num_prompt_tokens + num_tokens,
             self.num_prompt_pairs + num_tokens * (num_computed + num_tokens // 2),
+            self.num_draft_rows,
         )
 
 
 def load_of(batch: Batch) -> StepLoad:
     """What a batch holds."""
-    if batch.num_tokens == batch.num_sequences:
-        return StepLoad(batch.num_sequences, sum(batch.context_lens))
+    if batch.num_tokens == batch.num_sequences + batch.num_draft_rows:
+        return StepLoad(batch.num_sequences, sum(batch.context_lens), num_draft_rows=batch.num_draft_rows)
+    assert not batch.num_draft_rows, "no prompts beside drafts"
     load, num_rows, num_context_tokens = StepLoad(), 0, 0
     for index, context_len in enumerate(batch.context_lens):
         num_tokens = batch.query_starts[index + 1] - batch.query_starts[index]
@@ -144,6 +151,7 @@ class StepTimes:
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
+    num_above = max(0, load.num_draft_rows - max(0, FEW_ROWS - load.num_sequences))
     # About 1 each for a full step, so that no sweep has to cross scales.
     return (
         1.0,
@@ -151,4 +159,7 @@ def _features(load: StepLoad) -> tuple[float, ...]:
         load.num_prompt_tokens / 512,
         load.num_context_tokens / 65536,
         load.num_prompt_pairs / 524288,
+        load.num_draft_rows / 64,
+        num_above / 64,
+        1.0 if num_above else 0.0,
     )

@@ -9,6 +9,7 @@ what it says are printable ASCII characters.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -85,13 +86,14 @@ class TracerRunner:
         for begin, end in zip(batch.query_starts, batch.query_starts[1:], strict=False):
             slots = np.asarray(batch.slots[begin:end])
             self._slots[:, slots] = records(batch.token_ids[begin:end], batch.positions[begin], self._num_planes)
-        owners = {end - 1: index for index, end in enumerate(batch.query_starts[1:])}
-        return [self._sample(batch, owners[row.row], row) for row in batch.sample_rows]
+        return [self._sample(batch, row) for row in batch.sample_rows]
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """It has no layers."""
 
-    def _sample(self, batch: Batch, index: int, row: SampleRow) -> Sample:
+    def _sample(self, batch: Batch, row: SampleRow) -> Sample:
+        index = bisect_right(batch.query_starts, row.row) - 1
         read = self._blocks[:, batch.block_tables[index]]  # [num_planes, blocks, block_size * 8]
-        context = read.reshape(self._num_planes, -1)[:, : batch.context_lens[index] * _RECORD_BYTES]
+        num_seen = batch.positions[row.row] + 1
+        context = read.reshape(self._num_planes, -1)[:, : num_seen * _RECORD_BYTES]
         return next_token(context.tobytes(), row)

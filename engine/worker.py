@@ -15,13 +15,15 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.batch import Runner
 from engine.config import WorkerConfig
-from engine.cores import CoreBoard, LendingRunner
+from engine.cores import CoreBoard, LendingRunner, running_on
+from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
 from engine.pool_sizing import open_memory
@@ -95,6 +97,8 @@ class WorkerParts:
     """Promises to readers."""
     memory: BlockMemory
     """The pool's bytes."""
+    drafter: Drafter | None
+    """Guesses tokens, for steps that decode; None: nobody does."""
     cluster: Cluster
     """What this worker asks of callers, and shows where it calls."""
 
@@ -177,7 +181,7 @@ class Worker:
         """A worker that takes calls inside the block and is gone after it: running calls get a moment, then end."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            with _running_on(frozenset().union(*config.cpu_shares())):
+            with running_on(frozenset().union(*config.cpu_shares())):
                 model = self._open_model()
             layout = model.layout(config.block_size)
             epoch = secrets.randbits(63)
@@ -187,14 +191,13 @@ class Worker:
             # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
             # for each other by sleeping, not spinning, as soon as it counts more than there are CPUs.
             with ThreadPoolExecutor(1, "load") as loader:
-                runner = await asyncio.get_running_loop().run_in_executor(
-                    loader, model.load, memory, layout, lambda done: self._status.loading(done, "weights")
-                )
+                loading = asyncio.get_running_loop().run_in_executor(loader, self._load, model, memory, layout)
+                runner, drafter = await loading
             if config.core_board is not None:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
-            parts = self._build_parts(model, layout, epoch, memory)
+            parts = self._build_parts(model, layout, epoch, memory, drafter)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
@@ -212,6 +215,14 @@ class Worker:
                 lambda next_role: command_line(sys.orig_argv, next_role, self._port),
             )
             yield await self._listen(stack, parts, role, step_loop, service)
+
+    def _load(self, model: ModelParts, memory: BlockMemory, layout: KVLayout) -> tuple[Runner, Drafter | None]:
+        """Reads the weights; where the worker decodes, makes what drafts for them."""
+        runner = model.load(memory, layout, lambda done: self._status.loading(done, "weights"))
+        drafter = None
+        if self._role_name != "prefill":
+            drafter = open_drafter(Target(self._config, layout, runner))
+        return (runner if drafter is None else drafter.runner(runner)), drafter
 
     async def _listen(
         self,
@@ -290,7 +301,9 @@ class Worker:
             min(rows, config.max_batch_size or rows),
         )
 
-    def _build_parts(self, model: ModelParts, layout: KVLayout, epoch: int, memory: BlockMemory) -> WorkerParts:
+    def _build_parts(
+        self, model: ModelParts, layout: KVLayout, epoch: int, memory: BlockMemory, drafter: Drafter | None
+    ) -> WorkerParts:
         config, ceiling = self._config, memory.ceiling
         max_model_len = config.max_model_len or min(model.max_context, ceiling * layout.block_size)
         if max_model_len > model.max_context:
@@ -318,6 +331,8 @@ class Worker:
             output_length_quantile=config.output_length_quantile,
             target_step_ms=config.target_step_ms,
             expected_sequence_tokens=config.expected_sequence_tokens,
+            draft_length=config.draft_length,
+            acceptance_threshold=config.acceptance_threshold,
         )
         pool = BlockPool(memory.num_blocks, ceiling)
         hasher = PrefixHasher(model.fingerprint, layout.fingerprint, layout.block_size)
@@ -328,6 +343,7 @@ class Worker:
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,
+            drafter=drafter,
             cluster=open_cluster(config),
         )
 
@@ -337,23 +353,6 @@ def _pin(cpus: set[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
         raise ConfigError(f"--cpus: this process may not run on {sorted(cpus)}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _running_on(cpus: frozenset[int]) -> Iterator[None]:
-    """Lets this thread run on `cpus`, if any are given, while torch is imported.
-
-    Its OpenMP counts then how many CPUs there are. With more threads than that, lent CPUs included, it would put them
-    to sleep at every barrier.
-    """
-    before = os.sched_getaffinity(0)
-    try:
-        if cpus:
-            with contextlib.suppress(OSError):  # some are not this process's: it never gets them lent either
-                os.sched_setaffinity(0, cpus)
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 async def _keep_registered(store: MetadataStore, record: WorkerRecord) -> None:

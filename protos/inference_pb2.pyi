@@ -179,14 +179,18 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., served_by: _Optional[_Union[ServedBy, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "time_to_first_token_ms", "inter_token_latency_ms", "total_ms")
@@ -273,7 +277,7 @@ class PoolStatus(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., accounted: _Optional[int] = ..., ceiling: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool", "num_handoffs_lost", "handoffs_lost", "prompt_tokens_per_s", "prompt_step_ms", "fetch_bytes_per_s")
+    __slots__ = ("num_queued", "num_running", "num_queued_tokens", "num_leases", "pool", "num_handoffs_lost", "handoffs_lost", "prompt_tokens_per_s", "prompt_step_ms", "fetch_bytes_per_s", "num_drafts", "num_accepted_drafts")
     class HandoffsLostEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +295,8 @@ class WorkerLoad(_message.Message):
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     FETCH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     num_running: int
     num_queued_tokens: int
@@ -301,7 +307,9 @@ class WorkerLoad(_message.Message):
     prompt_tokens_per_s: float
     prompt_step_ms: float
     fetch_bytes_per_s: float
-    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., num_handoffs_lost: _Optional[int] = ..., handoffs_lost: _Optional[_Mapping[str, int]] = ..., prompt_tokens_per_s: _Optional[float] = ..., prompt_step_ms: _Optional[float] = ..., fetch_bytes_per_s: _Optional[float] = ...) -> None: ...
+    num_drafts: int
+    num_accepted_drafts: int
+    def __init__(self, num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leases: _Optional[int] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., num_handoffs_lost: _Optional[int] = ..., handoffs_lost: _Optional[_Mapping[str, int]] = ..., prompt_tokens_per_s: _Optional[float] = ..., prompt_step_ms: _Optional[float] = ..., fetch_bytes_per_s: _Optional[float] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "address", "role", "state", "epoch", "load", "report_age_ms")

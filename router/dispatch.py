@@ -304,6 +304,7 @@ def _finish(
         record = served.record
         by.transport, by.kv_bytes = record.transport, record.kv_bytes
         timing.transfer_ms = record.transfer_ms
+        finish.usage.drafted_tokens, finish.usage.accepted_tokens = record.num_drafts, record.num_accepted_drafts
         if choice.prefill is None:
             finish.usage.cached_tokens = min(record.cached_tokens, finish.usage.prompt_tokens)
             timing.prefill_queue_ms, timing.prefill_ms = record.queue_ms, record.prefill_ms

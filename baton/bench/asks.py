@@ -11,7 +11,7 @@ import codecs
 import importlib.resources
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +85,14 @@ class Asks:
                 f"{PROMPT_TOKENS.stop - 1} tokens and an answer, among {len(turns)}"
             )
         return [found[index % len(found)] for index in range(count)]
+
+    def from_texts(
+        self, make: Callable[[random.Random], str], count: int, prompt_tokens: int, output_tokens: int, model: str
+    ) -> list[Ask]:
+        """Texts of `baton.bench.texts`, cut to a length."""
+        tokenizer = open_text_model(model, None).tokenizer
+        texts = [tokenizer.encode(make(self._random), add_special_tokens=True) for _ in range(count)]
+        return [Ask(tuple(text[:prompt_tokens]), output_tokens) for text in texts]
 
     def of(
         self, dataset: Dataset, count: int, prompt_tokens: int, output_tokens: int, model: str, file: Path | None

@@ -26,6 +26,7 @@ ScenarioName = Literal[
     "handoff",
     "sessions",
     "router",
+    "speculation",
 ]
 SLO_NAMES = ("ttft", "tpot", "itl", "e2e")
 STANDARD_OUTPUT = "-"
@@ -43,7 +44,7 @@ class BenchConfig(CredentialsConfig):
 
     scenario: ScenarioName = field(default="throughput", metadata={"positional": True})
     """What to measure: throughput, interference, long-short, priority, overload, static-vs-continuous, handoff,
-    sessions, router; docs/bench.md describes each."""
+    sessions, router, speculation; docs/bench.md describes each."""
 
     address: str | None = field(default=None, metadata=_in("Service"))
     """host:port of a router that runs; default: a service is started for the length of the measurement."""

@@ -181,6 +181,21 @@ def test_router() -> None:
         assert row["router_cpu_us_per_token"] == pytest.approx(1e6 * row["router_cpu_s"] / (32 * 32))
 
 
+def test_speculation() -> None:
+    found = results(
+        "speculation", "--num-requests=2", "--max-concurrency=4", "--prompt-tokens=24", "--output-tokens=12"
+    )
+    rows = rows_of(found)
+    assert rows.keys() == {
+        f"{way}-{text}-{n}" for way in ("off", "ngram") for text in ("story", "records") for n in (1, 4)
+    }
+    for name, row in rows.items():
+        assert row["requests"] == (4 if name.endswith("4") else 2)
+        if name.startswith("ngram"):
+            assert row["speedup"] > 0 and row["other_answers"] == 0
+            assert 0 <= row["accepted_tokens"] <= row["drafted_tokens"]
+
+
 async def test_a_service_at_an_address_has_no_cpu_time(address: str, router: FakeRouter, tmp_path: Path) -> None:
     """The scripted router says the prompt's ids, after a first request that is not counted."""
     output, file = io.StringIO(), tmp_path / "results.json"

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from drafting import Scripted, samples_of, take_no_time
 from exploring import Event, Names, World, check_accounts, describe
 from pools import BLOCK_SIZE, Memory, Step, check_plan, make_holdings, make_limits, make_request
 
@@ -22,6 +23,11 @@ from engine.request import Priority, Sample
 from engine.sequence import DECODE_MOVES, Sequence, State
 
 GOES_ON = (State.EVICTED, State.FAILED)
+
+
+def true_token(sequence: Sequence, position: int) -> int:
+    """What is sampled at a position, if all before it was sampled, too."""
+    return 1000 + 100 * sequence.token_ids[0] + position
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,18 @@ class DecodeWorld(World):
         num_faults: int = 1,
         reserved: int = 99,
         expected: int = 1,
+        script: tuple[int, ...] = (),
         **limits: Any,
     ) -> None:
-        """Every answer is expected to have `expected` tokens more, as far as its max_tokens go."""
+        """Every answer is expected to have `expected` tokens more, as far as its max_tokens go. With a `script` steps
+        have drafts, as many as may be, of which the first ones are right: the script says how many, in turn."""
         self.holdings = make_holdings(num_blocks)
         self.limits = make_limits(**{"max_model_len": num_blocks * BLOCK_SIZE, "max_num_seqs": 2, **limits})
-        self.scheduler = DecodeScheduler(self.holdings, self.limits, reserved, OutputLengths(prior_tokens=expected))
+        drafter = Scripted(true_token, script) if script else None
+        lengths = OutputLengths(prior_tokens=expected)
+        self.scheduler = DecodeScheduler(self.holdings, self.limits, reserved, lengths, drafter)
+        if script:
+            take_no_time(self.scheduler)
         self.asked = asked
         self.num_faults_left = num_faults
         self.attempts: list[Sequence | None] = [None] * len(asked)
@@ -137,7 +149,7 @@ class DecodeWorld(World):
         step, self.step = self.step, None
         assert step is not None
         step.run(self.memory)
-        samples = [self._next(part.sequence) for part in step.plan.slices if part.samples]
+        samples = [sample for part in step.plan.slices for sample in samples_of(part, true_token)]
         self.scheduler.commit(step.plan, samples, 0.0)
 
     def fail(self) -> None:
@@ -179,7 +191,7 @@ class DecodeWorld(World):
         return sequence
 
     def _next(self, sequence: Sequence) -> Sample:
-        return Sample(1000 + 100 * sequence.token_ids[0] + sequence.num_tokens)
+        return Sample(true_token(sequence, sequence.num_tokens))
 
     def _check_sole_writer(self, block: int) -> None:
         assert self.holdings.pool.ref_count(block) == 1, "a transfer writes where others read"
@@ -199,7 +211,7 @@ class DecodeWorld(World):
             (describe(each, names), each.is_over or self.scheduler._fetching[each]) for each in self.fetches
         )
         parts = () if self.step is None else self.step.plan.slices
-        slices = tuple((describe(part.sequence, names), part.num_tokens) for part in parts)
+        slices = tuple((describe(part.sequence, names), part.num_tokens, part.drafts) for part in parts)
         return (
             attempts,
             fetches,
@@ -225,7 +237,16 @@ class DecodeWorld(World):
             if each is not None:
                 assert not each.is_over or not each.block_table or each.num_pins, "over, untouched and not freed"
                 assert each.state is not State.FINISHED or each.finish_reason is not None
+        self.check_tables(live)
         assert max(self.num_preemptions) <= self.limits.max_preemptions
+
+    def check_tables(self, live: list[Sequence]) -> None:
+        """No table is longer than its tokens and the next one need, beyond a step that computes drafts."""
+        stepping = [] if self.step is None else [part.sequence for part in self.step.plan.slices if part.drafts]
+        for each in live:
+            if each.state is not State.QUEUED and each not in stepping:
+                most = self.holdings.num_blocks(max(each.num_tokens, each.request.num_input_tokens + 1))
+                assert len(each.block_table) <= most, "blocks of drafts were kept"
 
     def rank(self, sequence: Sequence) -> float:
         return sequence.since_s - self.limits.ageing_s * sequence.request.priority

@@ -97,7 +97,8 @@ class Step:
         self._generations = self._tables()
         self.batch = build_batch(plan, BLOCK_SIZE, (EOS,))
         self._contexts = [
-            part.sequence.token_ids[:n] for part, n in zip(plan.slices, self.batch.context_lens, strict=True)
+            [*part.sequence.token_ids, *part.drafts][:n]
+            for part, n in zip(plan.slices, self.batch.context_lens, strict=True)
         ]
 
     def _tables(self) -> dict[int, int]:
@@ -121,7 +122,8 @@ class Step:
 
 def check_plan(plan: Plan, limits: Limits, holding: int) -> None:
     """The bounds of one step."""
-    assert plan.num_tokens == sum(part.num_tokens for part in plan.slices) <= limits.max_num_tokens
+    num_tokens = sum(part.num_tokens + len(part.drafts) for part in plan.slices)
+    assert plan.num_tokens == num_tokens <= limits.max_num_tokens
     assert holding <= limits.max_num_seqs
     sequences = [part.sequence for part in plan.slices]
     assert len({id(sequence) for sequence in sequences}) == len(sequences)
@@ -129,5 +131,6 @@ def check_plan(plan: Plan, limits: Limits, holding: int) -> None:
         sequence = part.sequence
         assert 0 < part.num_tokens <= min(limits.chunk_size, sequence.num_pending)
         assert part.samples == (part.num_tokens == sequence.num_pending)
-        assert sequence.num_computed + part.num_tokens <= len(sequence.block_table) * BLOCK_SIZE
+        num_computed = sequence.num_computed + part.num_tokens + len(part.drafts)
+        assert num_computed <= len(sequence.block_table) * BLOCK_SIZE
         assert not sequence.is_over and sequence.state in (State.PREFILLING, State.DECODING)
