@@ -122,8 +122,10 @@ def _open_checkpoint(
     device: str,
     max_graph_rows: int,
 ) -> ModelParts:
-    from engine import model_runner
-
+    try:
+        from engine import model_runner
+    except RuntimeError as error:  # torch_npu is installed, torch loads it by itself, and it does not find CANN
+        raise ConfigError(f"--device: torch cannot be imported: {error} ({error.__cause__})") from error
     checkpoint = open_checkpoint(model)
     device_ops = None if device == "cpu" else _open_device(device)
     spec = _spec_for(checkpoint, dtype, device, device_ops)

@@ -85,68 +85,75 @@ class Checker:
         """In host memory."""
         return torch.randn(*shape, generator=self._generator).to(dtype)
 
-    def _there(self, *tensors: Tensor) -> list[Tensor]:
+    def _there(self, tensor: Tensor) -> Tensor:
         """On the device."""
-        return [tensor.to(self._ops.device, copy=True) for tensor in tensors]
+        return tensor.to(self._ops.device, copy=True)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def _rms_norm(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        ops, exact = self._ops, self._exact
         x, weight = self._random(dtype, 5, 4096) * 3, self._random(dtype, 4096)
-        heads, small = self._random(dtype, 5, 12, 128)[:, 2:6], self._random(dtype, 128)
+        fused, small = self._random(dtype, 5, 12, 128), self._random(dtype, 128)
+        rows = ops.rms_norm(self._there(x), self._there(weight), 1e-6)
+        heads = ops.rms_norm(self._there(fused)[:, 2:6], self._there(small), 1e-6)  # strided, as of a projection
         return [
-            (self._ops.rms_norm(*self._there(given, by), 1e-6), self._exact.rms_norm(given, by, 1e-6))
-            for given, by in ((x, weight), (heads, small))
+            (rows, exact.rms_norm(x, weight, 1e-6)),
+            (heads, exact.rms_norm(fused[:, 2:6], small, 1e-6)),
         ]
 
     def _add_rms_norm(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        given = self._random(dtype, 5, 4096), self._random(dtype, 5, 4096), self._random(dtype, 4096)
-        results = self._ops.add_rms_norm(*self._there(*given), 1e-6)
-        return list(zip(results, self._exact.add_rms_norm(*given, 1e-6), strict=True))
+        x, residual, weight = self._random(dtype, 5, 4096), self._random(dtype, 5, 4096), self._random(dtype, 4096)
+        results = self._ops.add_rms_norm(self._there(x), self._there(residual), self._there(weight), 1e-6)
+        return list(zip(results, self._exact.add_rms_norm(x, residual, weight, 1e-6), strict=True))
 
     def _silu_mul(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         gate_up = self._random(dtype, 5, 2 * 1536) * 3
-        return [(self._ops.silu_mul(*self._there(gate_up)), self._exact.silu_mul(gate_up))]
+        return [(self._ops.silu_mul(self._there(gate_up)), self._exact.silu_mul(gate_up))]
 
     def _rope_and_write(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         positions = torch.tensor(FAR_POSITIONS)
         slots = torch.tensor([3, 383, 0, 128, 127, 200])
         frequencies = 1e6 ** (-torch.arange(0, 128, 2) / 128)  # [64]
         fused = self._random(dtype, len(positions), 12, 128)
-        results = []
-        for ops, there in ((self._ops, self._there), (self._exact, lambda *tensors: list(tensors))):
-            keys, values = there(*(torch.zeros(3, BLOCK_SIZE, 2, 128, dtype=dtype) for _ in range(2)))
-            query, key, value = there(fused)[0].split((8, 2, 2), dim=1)
-            rope = ops.rope_rows(*there(positions, frequencies))
-            turned = ops.rope_and_write_kv(query, key, value, *rope, *there(slots), keys, values)
+        results: list[tuple[Tensor, Tensor, Tensor]] = []
+        for ops, put in ((self._ops, self._there), (self._exact, self._here)):
+            keys, values = (put(torch.zeros(3, BLOCK_SIZE, 2, 128, dtype=dtype)) for _ in range(2))
+            query, key, value = put(fused).split((8, 2, 2), dim=1)
+            cosine, sine = ops.rope_rows(put(positions), put(frequencies))
+            turned = ops.rope_and_write_kv(query, key, value, cosine, sine, put(slots), keys, values)
             results.append((turned, keys, values))
-        return list(zip(*results, strict=True))
+        mine, exact = results
+        return list(zip(mine, exact, strict=True))
 
     def _embedding(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         table, ids = self._random(dtype, 500, 256), torch.tensor([499, 0, 7, 7])
-        return [(self._ops.embedding(*self._there(ids, table)), self._exact.embedding(ids, table))]
+        return [(self._ops.embedding(self._there(ids), self._there(table)), self._exact.embedding(ids, table))]
 
     def _linear(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         weight, bias = self._random(dtype, 1000, 896), self._random(dtype, 1000)
         pairs = []
-        for num_rows, with_bias in ((1, bias), (1, None), (70, bias)):
+        for num_rows, is_biased in ((1, True), (1, False), (70, True)):
             x = self._random(dtype, num_rows, 896)
-            there = None if with_bias is None else self._there(with_bias)[0]
-            prepared = self._ops.prepare_linear(*self._there(weight), there)
-            expected = self._exact.linear(x.float(), self._exact.prepare_linear(weight.float(), _wide(with_bias)))
-            pairs.append((self._ops.linear(*self._there(x), prepared), expected))
+            prepared = self._ops.prepare_linear(self._there(weight), self._there(bias) if is_biased else None)
+            exact = self._exact.prepare_linear(weight.float(), bias.float() if is_biased else None)
+            pairs.append((self._ops.linear(self._there(x), prepared), self._exact.linear(x.float(), exact)))
         return pairs
 
     def _linear_int8(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         weight, bias, x = self._random(dtype, 1024, 896), self._random(dtype, 1024), self._random(dtype, 70, 896)
-        prepared = self._ops.prepare_linear(*self._there(weight, bias), "int8")
-        expected = self._exact.linear(x.float(), self._exact.prepare_linear(weight.float(), bias.float()))
-        return [(self._ops.linear(*self._there(x), prepared), expected)]
+        prepared = self._ops.prepare_linear(self._there(weight), self._there(bias), "int8")
+        exact = self._exact.prepare_linear(weight.float(), bias.float())
+        return [(self._ops.linear(self._there(x), prepared), self._exact.linear(x.float(), exact))]
 
     def _recorded_step(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Rows of which one half attends to short contexts; recorded with those of one token."""
         ops, contexts, device = self._ops, (1, 130, 256, 300), self._ops.device
         ops.prepare(8, 2, 128, BLOCK_SIZE, dtype)
-        query, keys, values = self._there(self._random(dtype, 4, 8, 128), *(self._random(dtype, 12, 128, 2, 128),) * 2)
-        weight = ops.prepare_linear(*self._there(self._random(dtype, 64, 1024)), None)
+        query = self._there(self._random(dtype, 4, 8, 128))
+        keys, values = (self._there(self._random(dtype, 12, BLOCK_SIZE, 2, 128)) for _ in range(2))
+        weight = ops.prepare_linear(self._there(self._random(dtype, 64, 1024)), None)
         tables = torch.arange(12, dtype=torch.int32).view(4, 3).to(device)
         recorded = AttentionMetadata(
             query_starts=torch.tensor([0, *accumulate([1] * 4)], dtype=torch.int32, device=device),
@@ -172,10 +179,6 @@ class Checker:
         result = graph.capture(lambda: compute(recorded))
         graph.replay(asked)
         return [(result, expected)]
-
-
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -110,6 +111,24 @@ def test_a_worker_says_it_as_its_own_option(npu: Npu) -> None:
         open_model("smollm2", "auto", None, device="npu:3")
     with pytest.raises(ConfigError, match="--device: cuda:0 does not exist: this process sees 0 CUDA devices"):
         open_model("smollm2", "auto", None, device="cuda")
+
+
+def test_a_torch_that_fails_with_its_extension_is_said_as_well(tmp_path: Path) -> None:
+    """As it does where torch_npu is installed and CANN is not."""
+    (tmp_path / "torch.py").write_text(
+        "try:\n    raise ImportError('libhccl.so: cannot open')\n"
+        "except ImportError as e:\n    raise RuntimeError('Failed to load the backend extension: torch_npu.') from e\n"
+    )
+    script = "from engine.loading import open_model\ntry: open_model('smollm2', 'auto', None)\n"
+    script += "except Exception as error: print(type(error).__name__, error)"
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    call = [sys.executable, "-c", script]
+    ran = subprocess.run(call, check=True, env=environment, cwd=root, capture_output=True, text=True)
+    assert ran.stdout.strip() == (
+        "ConfigError --device: torch cannot be imported: Failed to load the backend extension: torch_npu. "
+        "(libhccl.so: cannot open)"
+    ), ran.stderr
 
 
 def test_float32_is_not_computed_in(npu: Npu) -> None:
