@@ -225,8 +225,9 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     async def _fetch(self, job: _Job, source: Source) -> None:
         sequence, keep_tokens = job.attempt.sequence, job.attempt.sequence.request.keep_tokens
         sequence.num_pins += 1
-        lent = self._lend(sequence) if job.lends else None
+        lent: Lease | None = None
         try:
+            lent = self._lend(sequence) if job.lends else None
             fetched = await self._reader.fetch(
                 source,
                 sequence.request.attempt_id,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import FINISHED, LIMIT_S, PROMPT, Cell, Stream, attempt, cell, expected, gated
+from harness import FINISHED, KV_LOST, LIMIT_S, PROMPT, Cell, Stream, attempt, cell, expected, gated
 
 from engine.worker_service import WorkerService
 from kvstore.transport import grpc as grpc_transport
@@ -186,6 +186,20 @@ async def until_idle(c: Cell) -> None:
     while c.prefill is not None and c.prefill.role.live_attempts():
         await reports.next()
     reports.cancel()
+
+
+async def test_an_attempt_that_cannot_lend_ends_and_leaves_nothing() -> None:
+    """Its id has a lease at decode already, which no router of ours lets happen."""
+    async with cell() as c:
+        said = await first_turn(c)
+        request = attempt((*said, *MORE))
+        lease = c.decode.parts.leases.lend(request.attempt_id, [], 0, lambda: None)
+        prefilling, decoding = await opened(c, request)
+        record = await decoding
+        assert (record.outcome, record.failed_check) == (KV_LOST, worker_pb2.KV_CHECK_READER)
+        prefilling.cancel()
+        c.decode.parts.leases.break_(lease)
+        await c.balanced()
 
 
 async def test_decode_is_told_what_prefill_computes_on_lent_kv_chunk_by_chunk() -> None:
