@@ -1,7 +1,7 @@
 """The scenario that compares decoding with and without speculation, for each drafter, kind of text and batch size.
 
-Both services run all the time and get the same requests in turn, so that what else the machine does meets both alike;
-one that has nothing to do takes no CPU time. Rows are the middle ones of the rounds by throughput.
+All services run all the time and get the same requests in turn, so that what else the machine does meets all alike; one
+that has nothing to do takes no CPU time. Rows are the middle ones of the rounds by throughput.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.bench.scenario import Phase, Run, Scenario, Service
 from baton.bench.texts import SETS
 
 OFF = "off"
-WAYS: dict[str, Mapping[str, object]] = {OFF: {"speculation": "none"}, "ngram": {"speculation": "ngram"}}
-"""Options of each service."""
+WAYS = {OFF: "none", "ngram": "ngram", "self": "self"}
+"""Drafter of each service; those that need no other model."""
 BATCH_SIZES = (1, 4, 16, 32)
 """Clients at once, up to --max-concurrency."""
 NUM_ROUNDS = 3
@@ -30,8 +30,8 @@ async def _speculation(run: Run) -> list[Row]:
     lengths = known(sizes.prompt_tokens), known(sizes.output_tokens)
     async with contextlib.AsyncExitStack() as stack:
         services = {
-            name: await stack.enter_async_context(run.service(name, max_num_seqs=max(BATCH_SIZES), **options))
-            for name, options in WAYS.items()
+            name: await stack.enter_async_context(run.service(name, max_num_seqs=max(BATCH_SIZES), speculation=drafter))
+            for name, drafter in WAYS.items()
         }
         asks = services[OFF].asks
         for text, make in SETS.items():
