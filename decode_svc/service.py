@@ -44,7 +44,7 @@ from kvstore.hashing import attempt_label
 from kvstore.leases import Lease
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from runtime.metrics import Family
+from runtime.metrics import Family, counter
 from runtime.rpc import Server
 
 LOG = logging.getLogger(__name__)
@@ -342,7 +342,13 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def families(self) -> Iterable[Family]:
         """See `engine.worker_service.Role`."""
-        return self._handoffs.families()
+        yield from self._handoffs.families()
+        speculation = self.scheduler.speculation
+        if speculation is not None:
+            yield counter("baton_drafts_total", "Tokens guessed and checked.").add(speculation.num_drafts)
+            yield counter("baton_accepted_drafts_total", "Of these, those that came true.").add(
+                speculation.num_accepted
+            )
 
     def live_attempts(self) -> int:
         """See `engine.worker_service.Role`."""

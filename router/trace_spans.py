@@ -278,9 +278,15 @@ def _add_decode(trace: _Building, attempt: TracedAttempt, times: _Times) -> None
             arrived_s + timeline.age_ms / 1000 if timeline.age_ms else marks.decided_s,
             at=worker,
             within=attempt,
-            attributes={"baton.num_new_tokens": attempt.num_new_tokens},
+            attributes={"baton.num_new_tokens": attempt.num_new_tokens, **_drafts(record)},
             events=[trace.event("first_token", until_s), *later],
         )
+
+
+def _drafts(record: worker_pb2.DecodeRunResponse) -> Attributes:
+    if not record.num_drafts:
+        return {}
+    return {"baton.num_drafts": record.num_drafts, "baton.num_accepted_drafts": record.num_accepted_drafts}
 
 
 def _add_transfer(
