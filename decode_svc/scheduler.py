@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import islice
 
 from decode_svc.outlook import Forecast, Outlook
@@ -128,25 +129,11 @@ class DecodeScheduler:
                 self.holdings.register_computed(sequence)
                 if sample is not None:
                     new_tokens.append(self._append(sequence, sample, now_s))
-                if after_drafts:
-                    new_tokens += self._accept(sequence, part.drafts, after_drafts, now_s)
+                if self.speculation is not None and after_drafts:
+                    append = partial(self._append, now_s=now_s)
+                    new_tokens += self.speculation.accept(sequence, part.drafts, after_drafts, append)
             self.holdings.unpin(sequence)
         self.totals.num_generated_tokens += len(new_tokens)
-        return new_tokens
-
-    def _accept(self, sequence: Sequence, drafts: Iterable[int], samples: list[Sample], now_s: float) -> list[NewToken]:
-        """Takes the samples after drafts that came true: those that equal the token sampled in their place. Of the
-        others nothing stays: their blocks are given back, and what they wrote is written over."""
-        assert self.speculation is not None
-        new_tokens: list[NewToken] = []
-        for draft, sample in zip(drafts, samples, strict=True):
-            if sequence.is_over or draft != sequence.token_ids[-1]:
-                break
-            sequence.num_computed += 1
-            new_tokens.append(self._append(sequence, sample, now_s))
-        self.speculation.judge(sequence, len(samples), len(new_tokens))
-        self.holdings.register_computed(sequence)
-        self.holdings.shrink(sequence, sequence.num_computed)
         return new_tokens
 
     def received(self, sequence: Sequence) -> None:
@@ -243,15 +230,10 @@ class DecodeScheduler:
         chosen = set(chosen)
         for sequence in self._decoding:
             state = State.DECODING if sequence in chosen else State.PAUSED
-            if sequence.state is state:
-                continue
-            sequence.move(state)
-            if state is State.PAUSED:
-                sequence.paused_since_s = now_s
-                self.totals.num_pauses += 1
-            elif sequence.paused_since_s is not None:
-                sequence.paused_s += now_s - sequence.paused_since_s
-                sequence.paused_since_s = None
+            if sequence.state is not state:
+                sequence.move(state)
+                sequence.note_pause(state is State.PAUSED, now_s)
+                self.totals.num_pauses += state is State.PAUSED
 
     def _rank_now(self, sequence: Sequence, now_s: float) -> float:
         return rank_when_served(sequence, now_s, self.limits.ageing_s)
@@ -337,7 +319,7 @@ class DecodeScheduler:
         left it to it."""
         if not self._has_seat():
             return False
-        num_tokens, max_cached = sequence.num_tokens + 1, _max_cached(sequence, source)
+        num_tokens, max_cached = sequence.num_tokens + 1, sequence.max_cached(is_fetched=source is not None)
         prospect = self.holdings.prospect(sequence, max_cached)
         if not prospect.has_room_for(self.holdings.num_blocks(num_tokens)):
             return False
@@ -392,7 +374,7 @@ class DecodeScheduler:
 
     def _would_be_seated(self, sequence: Sequence, source: str | None, victims: Collection[Sequence]) -> bool:
         """Whether it would get its blocks if none of the victims were there."""
-        prospect = self.holdings.prospect(sequence, _max_cached(sequence, source), without=victims)
+        prospect = self.holdings.prospect(sequence, sequence.max_cached(is_fetched=source is not None), without=victims)
         if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens + 1)):
             return False
         forecast = self._outlook.forecast(holder for holder in self._holders() if holder not in victims)
@@ -416,8 +398,3 @@ class DecodeScheduler:
             self._reserved_tokens[source] -= self._fetching.pop(sequence, 0)
             if not self._reserved_tokens[source]:
                 del self._reserved_tokens[source]
-
-
-def _max_cached(sequence: Sequence, source: str | None) -> int:
-    """Tokens that may be reused: a whole input when the first token comes from elsewhere; computing it needs one."""
-    return sequence.num_tokens if source is not None else sequence.num_tokens - 1

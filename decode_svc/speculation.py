@@ -12,6 +12,7 @@ evict anyone, take no part of a step from prompts, and are not longer than half 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
@@ -19,7 +20,8 @@ from engine.drafters import Drafter
 from engine.holdings import Holdings
 from engine.lengths import OutputLengths
 from engine.planning import Plan
-from engine.scheduling import Limits
+from engine.request import Sample
+from engine.scheduling import Limits, NewToken
 from engine.sequence import Sequence
 from engine.step_time import StepLoad, StepTimes
 
@@ -131,6 +133,26 @@ class Speculation:
                 self._drafter.judge(sequences[index], 0, 0)
             records[index].last = length
         self._usual_drafts = max(USUAL_KEPT * self._usual_drafts, sum(lengths))
+
+    def accept(
+        self,
+        sequence: Sequence,
+        drafts: Iterable[int],
+        samples: list[Sample],
+        append: Callable[[Sequence, Sample], NewToken],
+    ) -> list[NewToken]:
+        """Appends the samples after drafts that came true: those that equal the token sampled in their place. Of the
+        others nothing stays: their blocks are given back, and what they wrote is written over."""
+        new_tokens: list[NewToken] = []
+        for draft, sample in zip(drafts, samples, strict=True):
+            if sequence.is_over or draft != sequence.token_ids[-1]:
+                break
+            sequence.num_computed += 1
+            new_tokens.append(append(sequence, sample))
+        self.judge(sequence, len(samples), len(new_tokens))
+        self._holdings.register_computed(sequence)
+        self._holdings.shrink(sequence, sequence.num_computed)
+        return new_tokens
 
     def judge(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step has computed drafts, of which the first ones came true."""

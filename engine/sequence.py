@@ -149,6 +149,18 @@ class Sequence:
         """Since when the request waits, on this worker's clock: earlier attempts and hops are counted as waiting."""
         return self.arrived_s - self.request.waited_ms / 1000.0
 
+    def max_cached(self, *, is_fetched: bool) -> int:
+        """Tokens that may be reused: a whole input when the first token comes from elsewhere; else one is computed."""
+        return self.num_tokens if is_fetched else self.num_tokens - 1
+
+    def note_pause(self, is_beginning: bool, now_s: float) -> None:
+        """A pause begins or ends."""
+        if is_beginning:
+            self.paused_since_s = now_s
+        elif self.paused_since_s is not None:
+            self.paused_s += now_s - self.paused_since_s
+            self.paused_since_s = None
+
     def served_s(self, now_s: float) -> float:
         """How long it has been served: since it was admitted, pauses left out."""
         if self.state is State.QUEUED:

@@ -52,11 +52,11 @@ class TakesEveryDraft(DecodeWorld):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.scheduler._accept = self.accept  # type: ignore[method-assign]
+        self.scheduler.speculation.accept = self.accept  # type: ignore[method-assign]
 
-    def accept(self, sequence, drafts, samples, now_s):
+    def accept(self, sequence, drafts, samples, append):
         sequence.num_computed += len(drafts)
-        return [self.scheduler._append(sequence, sample, now_s) for sample in samples if not sequence.is_over]
+        return [append(sequence, sample) for sample in samples if not sequence.is_over]
 
 
 def test_an_exploration_finds_what_follows_a_wrong_draft():
