@@ -323,7 +323,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def load(self) -> inference_pb2.WorkerLoad:
         """See `engine.worker_service.Role`."""
-        scheduler, speculation = self.scheduler, self.scheduler.speculation
+        scheduler, (num_drafts, num_accepted) = self.scheduler, self._num_drafts()
         step_s, tokens_per_s = self._step_loop.prompt_times.fit()
         return inference_pb2.WorkerLoad(
             num_queued=scheduler.num_queued,
@@ -336,19 +336,20 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             prompt_tokens_per_s=tokens_per_s,
             prompt_step_ms=1000 * step_s,
             fetch_bytes_per_s=self._reader.ready_rate.per_s,
-            num_drafts=0 if speculation is None else speculation.num_drafts,
-            num_accepted_drafts=0 if speculation is None else speculation.num_accepted,
+            num_drafts=num_drafts,
+            num_accepted_drafts=num_accepted,
         )
 
     def families(self) -> Iterable[Family]:
         """See `engine.worker_service.Role`."""
         yield from self._handoffs.families()
+        num_drafts, num_accepted = self._num_drafts()
+        yield counter("baton_drafts_total", "Tokens guessed and checked.").add(num_drafts)
+        yield counter("baton_accepted_drafts_total", "Of these, those that came true.").add(num_accepted)
+
+    def _num_drafts(self) -> tuple[int, int]:
         speculation = self.scheduler.speculation
-        if speculation is not None:
-            yield counter("baton_drafts_total", "Tokens guessed and checked.").add(speculation.num_drafts)
-            yield counter("baton_accepted_drafts_total", "Of these, those that came true.").add(
-                speculation.num_accepted
-            )
+        return (0, 0) if speculation is None else (speculation.num_drafts, speculation.num_accepted)
 
     def live_attempts(self) -> int:
         """See `engine.worker_service.Role`."""

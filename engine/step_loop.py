@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
 MAX_USUAL_GROWTH_BLOCKS = 256
 """Most blocks to grow by where fewer are missing: no step should wait long for pages to be cleared."""
-IDLE_SEQUENCE_TOKENS = 512
+IDLE_SEQUENCE_TOKENS = 256
 """For every sequence of a step so many tokens' memory is taken while there is nothing to compute."""
 SIZE_BOUNDS = tuple(2.0**power for power in range(16))
 """Of tokens and of sequences in a step."""

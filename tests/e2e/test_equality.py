@@ -37,7 +37,8 @@ def test_64_concurrent_streams_equal_one_at_a_time(
     requests, alone = [*greedy_requests, *sampled_requests], [*greedy_alone, *sampled_alone]
     answers = ask_together(serve("--dtype=float32").address, requests)
     assert len(answers) == 64 + 16 and {answer.served_by.transport for answer in answers} == {"shm"}
-    assert not any(answer.usage.cached_tokens for answer in answers)
+    # One that was given back and tried again finds its own prompt.
+    assert not any(answer.usage.cached_tokens for answer in answers if answer.served_by.num_attempts == 1)
     ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], "80 at once")
     measured(f"64 greedy streams and 16 sampled ones against one at a time: {ties} answers part at near-ties")
 
@@ -54,7 +55,8 @@ def test_answers_equal_those_given_alone(
     transport, *flags = CONFIGURATIONS[name]
     answers = ask_together(serve("--dtype=float32", *flags).address, requests)
     assert {answer.served_by.transport for answer in answers} == {transport}
-    assert not any(answer.usage.cached_tokens for answer in answers)
+    # One that was given back and tried again finds its own prompt.
+    assert not any(answer.usage.cached_tokens for answer in answers if answer.served_by.num_attempts == 1)
     ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], name)
     measured(f"equality, {name}: {ties} of {len(requests)} answers part at near-ties")
 
