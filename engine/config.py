@@ -136,7 +136,7 @@ class WorkerConfig:
     expected_sequence_tokens: int | None = field(default=None, metadata=_in("KV cache", min=1))
     """Tokens of prompt and output that a sequence usually has: memory for --max-num-seqs of them is taken at the start.
     Default: learned; the pool starts small and grows as it is needed, in larger steps up to what is usual, and while
-    the worker is idle to 256 tokens for each sequence of a full step."""
+    the worker is idle to 512 tokens for each sequence of a full step."""
     kv_cache_gpu_mem_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.001, max=0.95))
     """Part of the memory of the device that the KV pool may take, where it is free; on a CPU, of this machine's or of
     the container's if that is less."""

@@ -28,8 +28,9 @@ LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
 MAX_USUAL_GROWTH_BLOCKS = 256
 """Most blocks to grow by where fewer are missing: no step should wait long for pages to be cleared."""
-IDLE_SEQUENCE_TOKENS = 256
-"""For every sequence of a step so many tokens' memory is taken while there is nothing to compute."""
+IDLE_SEQUENCE_TOKENS = 512
+"""For every sequence of a step so many tokens' memory is taken while there is nothing to compute, unless it is known
+how many a sequence usually has."""
 SIZE_BOUNDS = tuple(2.0**power for power in range(16))
 """Of tokens and of sequences in a step."""
 MEMORY_RETRY_S = 30.0
@@ -182,7 +183,7 @@ class StepLoop:
     def _grow_idle(self) -> None:
         """While nothing is computed, takes what full steps of usual sequences need: then no stream will wait for it."""
         holdings, limits = self._scheduler.holdings, self._scheduler.limits
-        usual = limits.batch_size * holdings.num_blocks(IDLE_SEQUENCE_TOKENS)
+        usual = limits.batch_size * holdings.num_blocks(limits.expected_sequence_tokens or IDLE_SEQUENCE_TOKENS)
         if self._memory.num_ahead and holdings.pool.num_total < usual:
             self._begin_growing()
 

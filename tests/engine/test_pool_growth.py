@@ -253,7 +253,7 @@ async def test_while_nothing_is_computed_memory_for_full_steps_is_taken_and_no_m
     memory.num_ahead = 1
     worker = Worker(2, 400, memory, max_num_seqs=2, max_batch_size=1)
     async with worker.running():
-        await worker.until(lambda: worker.holdings.pool.num_total >= 64)
+        await worker.until(lambda: worker.holdings.pool.num_total >= 128)
         sequence = worker.add(3, first=100)
         await worker.until(lambda: sequence.is_over)
-    assert worker.holdings.pool.num_total == memory.num_blocks == 64, "of 256 tokens, 4 a block"
+    assert worker.holdings.pool.num_total == memory.num_blocks == 128, "of 512 tokens, 4 a block"
