@@ -303,6 +303,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+class _Joined(argparse.Action):
+    """A list given in several parts is one list: what was given first is not lost."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, flag: object = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
 def _parser(options: list[Option], prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"{prog} {version()}")
@@ -323,6 +331,8 @@ def _parser(options: list[Option], prog: str, description: str) -> argparse.Argu
             metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
             metavar = "A,B,..." if option.kind is tuple and not option.choices else metavar
             bare: dict[str, Any] = {} if option.bare is None else {"nargs": "?", "const": option.bare}
+            if option.kind is tuple and option.bare is None:
+                bare = {"action": _Joined}
             flags = (option.flag, *option.aliases)
             group.add_argument(*flags, dest=option.name, metavar=metavar, help=_help(option), **bare)
     return parser

@@ -54,7 +54,7 @@ class BenchConfig(CredentialsConfig):
     role: Literal["pair", "mixed"] = field(default="pair", metadata=_in("Service"))
     """One prefill and one decode worker, or one worker that does both, for contrast."""
     serve: tuple[str, ...] = field(default=(), metadata=_in("Service"))
-    """Further options of `baton serve`, without dashes: dtype=float32,num-decode=2."""
+    """Further options of `baton serve`, without dashes: dtype=float32,num-decode=2. Given again, they add up."""
 
     num_requests: int | None = field(default=None, metadata=_in("Load", min=1))
     """Requests in total, of each configuration that is compared."""

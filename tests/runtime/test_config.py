@@ -235,3 +235,8 @@ def test_load_or_exit_says_it_in_one_line(capsys: pytest.CaptureFixture[str], mo
         configuration.load_or_exit(Example, ["--port=x"], prog="example", description="")
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("example: --port: 'x' is not accepted")
+
+
+def test_a_list_in_several_parts_is_one_list() -> None:
+    assert load("--model=m", "--names=x,y", "--names", "z").names == ("x", "y", "z")
+    assert load("--model=m", "--names=z", env={"BATON_NAMES": "x"}).names == ("z",), "other sources are replaced"
