@@ -7,7 +7,6 @@ spans know no other.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,11 +21,9 @@ from baton.topology import choose_ports
 from protos import inference_pb2, inference_pb2_grpc
 
 TRACE_ID, CALLER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-HAS_OTLP = importlib.util.find_spec("opentelemetry.exporter") is not None
-NEEDS_OTLP = pytest.mark.skipif(not HAS_OTLP, reason="the extra `otlp`, which `make setup` installs, is not there")
 
 
-@pytest.mark.parametrize("exporter", ["console", pytest.param("otlp", marks=NEEDS_OTLP)])
+@pytest.mark.parametrize("exporter", ["console", "otlp"])
 def test_one_trace_over_router_prefill_and_decode(tmp_path: Path, exporter: str) -> None:
     """The caller's trace goes on in all three, and their spans are one tree."""
     with contextlib.ExitStack() as stack:
