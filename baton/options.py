@@ -115,6 +115,8 @@ class ServeConfig:
     """Most tokens of one prompt computed in one step."""
     kv_cache_type: Literal["paged"] | None = field(default=None, metadata=_in("Workers"))
     """How KV is kept: in blocks, reached through block tables. There is no other way."""
+    kv_cache_dtype: Literal["auto", "int8"] | None = field(default=None, metadata=_in("Workers"))
+    """Type of KV; auto: --dtype; "int8": rounded to 8 bits, about half the memory of bfloat16 and less to read."""
     kv_block_size: int | None = field(default=None, metadata=_in("Workers", min=1, aliases=("--block-size",)))
     """Token positions in a KV block."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("Workers", min=1))
@@ -191,7 +193,7 @@ class ServeConfig:
         read_pool_options("--decode-options", self.decode_options)
 
 
-SAME_IN_BOTH_POOLS = ("kv_cache_type", "kv_block_size")
+SAME_IN_BOTH_POOLS = ("kv_cache_type", "kv_cache_dtype", "kv_block_size")
 """Of the options of workers, those that a handoff needs to be equal."""
 
 

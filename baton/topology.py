@@ -40,6 +40,7 @@ WORKER_OPTIONS = (
     "max_num_tokens",
     "chunk_size",
     "kv_cache_type",
+    "kv_cache_dtype",
     "kv_block_size",
     "num_kv_blocks",
     "expected_sequence_tokens",

@@ -27,7 +27,7 @@ class WorkerConfig:
     served_model_name: str | None = field(default=None, metadata=_in("Model"))
     """The model's public name; default: its folder or file name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default="auto", metadata=_in("Model"))
-    """Type of weights, activations and KV; auto: the checkpoint's, float32 for GGUF."""
+    """Type of weights, activations and, but for --kv-cache-dtype, KV; auto: the checkpoint's, float32 for GGUF."""
     quantization: Literal["none", "int8"] = field(default="none", metadata=_in("Model"))
     """"int8" computes linear layers with weights and inputs rounded to 8 bits; all workers must be told the same."""
     device: str = field(default="cpu", metadata=_in("Model"))
@@ -128,6 +128,9 @@ class WorkerConfig:
 
     kv_cache_type: Literal["paged"] = field(default="paged", metadata=_in("KV cache"))
     """How KV is kept: in blocks of --kv-block-size positions, reached through block tables. There is no other way."""
+    kv_cache_dtype: Literal["auto", "int8"] = field(default="auto", metadata=_in("KV cache"))
+    """Type of KV; auto: --dtype. "int8" rounds each head of each position to 8 bits with a scale of its own, in about
+    half the bytes of bfloat16; all workers must be told the same. Not on NPUs."""
     kv_block_size: int | None = field(default=None, metadata=_in("KV cache", min=1, aliases=("--block-size",)))
     """Token positions in a KV block; default: 16, on NPUs 128, where there is no other size."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("KV cache", min=1))

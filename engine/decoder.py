@@ -57,6 +57,11 @@ class Decoder(ABC):
         self._stack = ops.fuse_layers(self._layers, self._final_norm, shape)
         self._inverse_frequencies = load.inverse_frequencies()  # [D / 2] float32
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self._final_norm.dtype
+
     def forward(
         self,
         token_ids: Tensor,
@@ -67,8 +72,9 @@ class Decoder(ABC):
     ) -> Tensor:
         """Computes T packed tokens.
 
-        token_ids [T] int64; metadata with its plan; per layer one key and one value cache [num_blocks, block_size,
-        num_kv_heads, head_dim], written at `metadata.slots`; sample_rows [S] int64 into the packed tokens.
+        token_ids [T] int64; metadata with its plan; per layer one key and one value cache, as
+        `kernels.Ops.rope_and_write_kv` takes them, written at `metadata.slots`; sample_rows [S] int64 into the packed
+        tokens.
         Returns logits [S, V] float32.
         """
         ops, eps = self._ops, self.spec.rms_norm_eps

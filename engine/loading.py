@@ -80,11 +80,12 @@ def open_model(
     quantization: Literal["none", "int8"] = "none",
     device: str = "cpu",
     max_graph_rows: int = 0,
+    kv_dtype: Literal["auto", "int8"] = "auto",
 ) -> ModelParts:
     """Finds a model and its device, reads what is needed before its weights. Raises CheckpointError or ConfigError.
 
     Steps of up to `max_graph_rows` single rows are recorded where the device can. The tracer has neither a choice of
-    dtype or device nor anything to quantise.
+    dtype or device nor anything to round to 8 bits.
     """
     if model == TRACER:
         return _Tracer(
@@ -97,7 +98,7 @@ def open_model(
             eos_token_ids=(tracer.EOS_TOKEN_ID,),
             weight_bytes=0,
         )
-    return _open_checkpoint(model, dtype, served_model_name, quantization, device, max_graph_rows)
+    return _open_checkpoint(model, dtype, served_model_name, quantization, device, max_graph_rows, kv_dtype)
 
 
 class _Tracer(ModelParts):
@@ -121,6 +122,7 @@ def _open_checkpoint(
     quantization: Literal["none", "int8"],
     device: str,
     max_graph_rows: int,
+    kv_dtype: Literal["auto", "int8"],
 ) -> ModelParts:
     try:
         from engine import model_runner
@@ -129,12 +131,15 @@ def _open_checkpoint(
     checkpoint = open_checkpoint(model)
     device_ops = None if device == "cpu" else _open_device(device)
     spec = _spec_for(checkpoint, dtype, device, device_ops)
+    if device_ops is not None and kv_dtype not in device_ops.kv_dtypes:
+        known = " or ".join(device_ops.kv_dtypes)
+        raise ConfigError(f"--kv-cache-dtype: on {device} it must be {known}, got {kv_dtype}")
 
     class TorchModel(ModelParts):
         __slots__ = ()
 
         def layout(self, block_size: int) -> KVLayout:
-            return spec.kv_layout(block_size)
+            return spec.kv_layout(block_size, kv_dtype)
 
         def set_num_threads(self, count: int) -> None:
             import torch
@@ -165,12 +170,13 @@ def _open_checkpoint(
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
     # numbers are rounded to 8 bits in other ways.
-    rounding = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
+    rounded_weights = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
+    roundings = (*([] if rounded_weights == "none" else [rounded_weights]), *(["kv8"] if kv_dtype == "int8" else []))
     return TorchModel(
         name=served_model_name or checkpoint.name,
         architecture=spec.architecture,
         dtype=spec.dtype,
-        fingerprint="-".join((checkpoint.fingerprint, spec.dtype, *([] if rounding == "none" else [rounding]))),
+        fingerprint="-".join((checkpoint.fingerprint, spec.dtype, *roundings)),
         vocab_size=spec.vocab_size,
         max_context=spec.max_context_len,
         eos_token_ids=checkpoint.eos_token_ids,

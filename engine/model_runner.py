@@ -22,7 +22,7 @@ from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.models import load_model_class
 from engine.request import Sample
 from engine.weights import Progress, open_weights
-from kernels import AttentionMetadata, Ops, Quantization
+from kernels import AttentionMetadata, KVDtype, Ops, Quantization
 from kvstore.cache import KVCache
 from kvstore.layout import KVLayout
 from runtime.checkpoint import Checkpoint
@@ -53,10 +53,10 @@ class ModelSpec:
         """Positions, prompt and output together, that the model was made for."""
         return self.decoder.max_context_len
 
-    def kv_layout(self, block_size: int) -> KVLayout:
+    def kv_layout(self, block_size: int, kv_dtype: KVDtype = "auto") -> KVLayout:
         """The shape of its KV in blocks of `block_size` positions."""
-        decoder = self.decoder
-        return KVLayout(decoder.num_layers, block_size, decoder.num_kv_heads, decoder.head_dim, self.dtype)
+        decoder, dtype = self.decoder, self.dtype if kv_dtype == "auto" else kv_dtype
+        return KVLayout(decoder.num_layers, block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
 
 
 def model_spec(checkpoint: Checkpoint, dtype: str = "auto") -> ModelSpec:
@@ -129,7 +129,8 @@ class ModelRunner:
         """Where its KV is."""
         self.ops = ops
         """What it runs on."""
-        ops.prepare(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, layout.block_size, cache.keys[0].dtype)
+        kv_dtype: KVDtype = "int8" if layout.dtype == "int8" else "auto"
+        ops.prepare(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, layout.block_size, model.dtype, kv_dtype)
         self._graphs: DecodeGraphs | None = record_steps(model, ops, cache, max_graph_rows)
 
     def run(self, batch: Batch) -> list[Sample]:

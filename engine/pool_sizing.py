@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.config import WorkerConfig
 from engine.loading import ModelParts
 from kvstore.layout import KVLayout
-from kvstore.memory import BlockMemory, PoolMemory, round_ceiling, unlink_dead
+from kvstore.memory import BlockMemory, PoolMemory, unlink_dead
 from runtime.errors import ConfigError
 from runtime.host import memory_limit_bytes
 
@@ -31,7 +31,7 @@ def open_memory(config: WorkerConfig, model: ModelParts, layout: KVLayout, epoch
     if ceiling is None:
         useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
         affordable = _affordable_bytes(config, model, device_bytes) // layout.block_bytes
-        ceiling = round_ceiling(layout, max(1, min(useful, affordable)))
+        ceiling = max(1, min(useful, affordable))
     if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
         raise ConfigError(
             f"--max-model-len: the KV pool holds {ceiling * layout.block_size} tokens "

@@ -299,6 +299,7 @@ class Worker:
             config.quantization,
             config.device,
             min(rows, config.max_batch_size or rows),
+            config.kv_cache_dtype,
         )
 
     def _build_parts(

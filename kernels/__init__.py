@@ -26,6 +26,13 @@ Quantization = Literal["none", "int8"]
 scale for each output, and inputs rounded to 8 bits at every call, a range for each row: see `reference.py`."""
 
 
+KVDtype = Literal["auto", "int8"]
+"""How KV is kept: "auto", as numbers of the type that the model computes in; "int8", rounded to 8 bits, each head of a
+position with a scale of its own: see `reference.round_kv`."""
+SCALE_BYTES = 4
+"""Bytes that a head of KV in 8 bits ends with: its scale, a float32."""
+
+
 class DeviceUnavailable(Exception):
     """A device cannot be used; the text says what is missing, and what to do about it."""
 
@@ -153,6 +160,8 @@ class Ops(ABC):
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     """What models may compute in."""
+    kv_dtypes: tuple[KVDtype, ...] = ("auto", "int8")
+    """How KV may be kept."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -184,7 +193,15 @@ class Ops(ABC):
         """A recording yet to be made, after `prepare`; None where the device has no such thing."""
         return None
 
-    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def prepare(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: KVDtype = "auto",
+    ) -> None:
         """Called once before a model of this shape runs: whatever its first step would otherwise wait for."""
         return None
 
@@ -230,7 +247,8 @@ class Ops(ABC):
         """Rotates query [T, Hq, D] and key [T, Hkv, D], writes key and value to their slots, returns the query.
 
         Element i of a head is paired with element i + D / 2 (the Hugging Face order). Query, key and value may be
-        views of one fused projection and may be overwritten; caches are [num_blocks, block_size, Hkv, D].
+        views of one fused projection and may be overwritten; caches are [num_blocks, block_size, Hkv, D], or, where
+        KV is kept in 8 bits, int8 [num_blocks, block_size, Hkv, D + SCALE_BYTES], each head followed by its scale.
         """
 
     def plan_attention(self, metadata: AttentionMetadata) -> object:

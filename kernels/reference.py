@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata, Quantization
+from kernels import SCALE_BYTES, AttentionMetadata, Quantization
 
 SMALLEST_SPREAD = 1e-30
 """A row of zeros is scaled as if its numbers went so far apart."""
@@ -113,6 +113,25 @@ def round_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.to(torch.int8), spread / 253, middles
 
 
+def round_kv(x: Tensor) -> Tensor:
+    """Heads x [..., D] as int8 [..., D + SCALE_BYTES]: the largest magnitude of each becomes 127, halves go to even.
+
+    The last bytes are the scale, a float32. What is not a number makes the scale, and so the whole head, not one.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_SPREAD)  # [..., 1]
+    values = (wide * (wide.new_tensor(127) / largest)).round().to(torch.int8)  # [..., D]
+    return torch.cat((values, (largest / 127).view(torch.int8)), dim=-1)
+
+
+def widen_kv(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """What blocks of a cache say, [..., D] of a type: they themselves, or what `round_kv` was given, about."""
+    if cache.dtype != torch.int8:
+        return cache
+    values, scales = cache[..., :-SCALE_BYTES], cache[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (values.float() * scales).to(dtype)
+
+
 class Ops(kernels.Ops):
     """Every operation by its definition."""
 
@@ -158,7 +177,10 @@ class Ops(kernels.Ops):
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
-        key_cache.flatten(0, 1).index_copy_(0, slots, rotate(key, cosine, sine))
+        key = rotate(key, cosine, sine)
+        if key_cache.dtype == torch.int8:
+            key, value = round_kv(key), round_kv(value)
+        key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)
         return rotate(query, cosine, sine)  # [T, Hq, D]
 
@@ -237,8 +259,10 @@ def attend_group(
     """One query row [R, Hq, D] for each sequence; the query heads that share a KV head stand as its query rows."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
-    key = key_cache[group.blocks].view(num_rows, -1, num_kv_heads, head_dim)  # [R, L, Hkv, D]
-    value = value_cache[group.blocks].view(num_rows, -1, num_kv_heads, head_dim)  # [R, L, Hkv, D]
+    key, value = (
+        widen_kv(cache[group.blocks], torch.float32).view(num_rows, -1, num_kv_heads, head_dim)  # [R, L, Hkv, D]
+        for cache in (key_cache, value_cache)
+    )
     positions = torch.arange(key.shape[1], device=key.device)  # [L]
     visible = positions < group.context_lens[:, None]  # [R, L]
     # A hidden position weighs nothing, but nothing times NaN is NaN: what stands in other owners' slots must go.
@@ -261,8 +285,10 @@ def attend_chunk(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: Chunk, scale: float, window: int | None
 ) -> Tensor:
     """The last n = `chunk.num_rows` positions of one sequence, query [n, Hq, D], to all of its context."""
-    key = key_cache[chunk.blocks].flatten(0, 1)[: chunk.context_len]  # [L, Hkv, D]
-    value = value_cache[chunk.blocks].flatten(0, 1)[: chunk.context_len]  # [L, Hkv, D]
+    key, value = (
+        widen_kv(cache[chunk.blocks], torch.float32).flatten(0, 1)[: chunk.context_len]  # [L, Hkv, D]
+        for cache in (key_cache, value_cache)
+    )
     key_positions = torch.arange(chunk.context_len, device=key.device)  # [L]
     query_positions = key_positions[-chunk.num_rows :, None]  # [n, 1]
     visible = key_positions <= query_positions  # [n, L]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvstore.device_memory import DeviceMemory
+from kvstore.layout import DTYPE_BYTES
 from kvstore.memory import BlockMemory, PoolMemory
 
 DTYPES = {
@@ -16,6 +17,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "uint8": torch.uint8,
+    "int8": torch.int8,
 }
 """The element types of kvstore.layout as torch names them."""
 
@@ -32,11 +34,12 @@ class KVCache:
         else:
             assert isinstance(memory, PoolMemory)
             bytes_of_planes, num_scratch_blocks = [torch.from_numpy(plane) for plane in memory.planes], 0
-        shape = (-1, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        width = layout.head_bytes // DTYPE_BYTES[layout.dtype]  # head_dim, and the bytes of a scale where there is one
+        shape = (-1, layout.block_size, layout.num_kv_heads, width)
         planes = [plane.view(DTYPES[layout.dtype]).view(shape) for plane in bytes_of_planes]
-        self.keys: list[torch.Tensor] = planes[0::2]  # per layer [num_blocks, block_size, num_kv_heads, head_dim]
+        self.keys: list[torch.Tensor] = planes[0::2]  # per layer [num_blocks, block_size, num_kv_heads, width]
         """Keys, one tensor a layer; num_blocks is the ceiling and the scratch blocks after it."""
-        self.values: list[torch.Tensor] = planes[1::2]  # per layer [num_blocks, block_size, num_kv_heads, head_dim]
+        self.values: list[torch.Tensor] = planes[1::2]  # per layer [num_blocks, block_size, num_kv_heads, width]
         """Values, one tensor a layer."""
         first_scratch = memory.ceiling * layout.block_size
         self.scratch_slots = range(first_scratch, first_scratch + num_scratch_blocks * layout.block_size)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+SCALE_BYTES = 4
+"""With "int8", each head of a position ends with the float32 that its elements are multiplied with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,14 @@ class KVLayout:
         return 2 * self.num_layers
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one position."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
     def plane_block_bytes(self) -> int:
         """Bytes of one block in one plane."""
-        return self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.block_size * self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

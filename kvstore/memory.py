@@ -1,8 +1,8 @@
 """The bytes of a KV pool: an address range as large as the pool may ever get, of which a leading part is usable.
 
 Owns the mapping, the file behind it (`baton-kv-<pid>-<epoch>`, where readers on the same host find it) and that file's
-format: a header page, then the planes. Where planes are a whole number of huge pages, each begins with one, and blocks
-become usable by whole huge pages. It knows nothing of references or content, and nothing of torch.
+format: a header page, then the planes. Large planes begin with a huge page each, and their blocks become usable by
+whole huge pages. It knows nothing of references or content, and nothing of torch.
 Invariants: bytes never move; in a file, blocks below `num_blocks` have their pages (a full file system is an error when
 growing, not a signal when writing); the file's lock is held as long as its owner lives, so an unlocked file is dead.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import math
 import mmap
 import os
 import secrets
@@ -34,6 +33,8 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 """Where pool files go: memory, not a disk."""
 FILE_PREFIX = "baton-kv-"
 """Names of pool files start so."""
+MIN_HUGE_PAGES = 4
+"""Planes of so many are laid out in huge pages."""
 SECRET_BYTES = 32
 """Size of a pool file's secret."""
 
@@ -170,7 +171,9 @@ class PoolMemory(BlockMemory):
         """Blocks of one huge page in each plane: making them usable takes long, so it should begin before they are
         needed. 0 where planes are not of huge pages."""
         size = self.layout.plane_block_bytes
-        return -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _is_aligned(self.layout, self.ceiling) else 0
+        return (
+            -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _has_huge_pages(self.layout, self.ceiling) else 0
+        )
 
     def read_blocks(self, block_ids: Sequence[int]) -> Planes:
         """As the base says."""
@@ -207,15 +210,15 @@ class PoolMemory(BlockMemory):
     def _fill_pages(self, num_blocks: int) -> int:
         """So many blocks, or as many as the last huge page of each plane has room for."""
         size, page = self.layout.plane_block_bytes, huge_pages.HUGE_PAGE_BYTES
-        if not _is_aligned(self.layout, self.ceiling):
+        if not _has_huge_pages(self.layout, self.ceiling):
             return num_blocks
-        return -(-num_blocks * size // page) * page // size
+        return min(self.ceiling, -(-num_blocks * size // page) * page // size)
 
     def _allocate_pages(self, fd: int, mapping: memoryview, num_blocks: int) -> None:
         ranges = _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
         try:
             for start, length in ranges:
-                if _is_aligned(self.layout, self.ceiling):
+                if _has_huge_pages(self.layout, self.ceiling):
                     _allocate_huge_pages(fd, mapping, start, start + length)
                 os.posix_fallocate(fd, start, length)
         except OSError as error:
@@ -357,30 +360,32 @@ def _give_back_pages(fd: int, start: int, length: int) -> None:
 
 
 def _view_planes(mapping: mmap.mmap | memoryview, layout: KVLayout, ceiling: int) -> Planes:
-    count = layout.block_bytes * ceiling
-    flat = np.frombuffer(mapping, dtype=np.uint8, count=count, offset=_planes_start(layout, ceiling))
-    return flat.reshape(layout.num_planes, ceiling, layout.plane_block_bytes)
+    pitch = _plane_pitch(layout, ceiling)
+    flat = np.frombuffer(mapping, np.uint8, layout.num_planes * pitch, _planes_start(layout, ceiling))
+    planes = flat.reshape(layout.num_planes, pitch)[:, : ceiling * layout.plane_block_bytes]
+    return planes.reshape(layout.num_planes, ceiling, layout.plane_block_bytes)  # a view: planes stay where they are
 
 
-def round_ceiling(layout: KVLayout, ceiling: int) -> int:
-    """The number of blocks below `ceiling` whose planes are whole huge pages, or `ceiling` if that were much less."""
-    unit = huge_pages.HUGE_PAGE_BYTES // math.gcd(huge_pages.HUGE_PAGE_BYTES, layout.plane_block_bytes)
-    return ceiling if ceiling < 4 * unit else ceiling // unit * unit
+def _has_huge_pages(layout: KVLayout, ceiling: int) -> bool:
+    """Whether planes are large enough for what is left over of their last huge page not to matter."""
+    return ceiling * layout.plane_block_bytes >= MIN_HUGE_PAGES * huge_pages.HUGE_PAGE_BYTES
 
 
-def _is_aligned(layout: KVLayout, ceiling: int) -> bool:
-    return ceiling * layout.plane_block_bytes % huge_pages.HUGE_PAGE_BYTES == 0
+def _plane_pitch(layout: KVLayout, ceiling: int) -> int:
+    """Bytes from one plane to the next."""
+    size, page = ceiling * layout.plane_block_bytes, huge_pages.HUGE_PAGE_BYTES
+    return -(-size // page) * page if _has_huge_pages(layout, ceiling) else size
 
 
 def _planes_start(layout: KVLayout, ceiling: int) -> int:
-    return huge_pages.HUGE_PAGE_BYTES if _is_aligned(layout, ceiling) else _HEADER_BYTES
+    return huge_pages.HUGE_PAGE_BYTES if _has_huge_pages(layout, ceiling) else _HEADER_BYTES
 
 
 def _file_bytes(layout: KVLayout, ceiling: int) -> int:
-    return _planes_start(layout, ceiling) + layout.block_bytes * ceiling
+    return _planes_start(layout, ceiling) + layout.num_planes * _plane_pitch(layout, ceiling)
 
 
 def _plane_ranges(layout: KVLayout, ceiling: int, first: int, end: int) -> list[tuple[int, int]]:
     """Offset and length in the file of blocks `first` to `end - 1`, one range a plane."""
-    size, start = layout.plane_block_bytes, _planes_start(layout, ceiling)
-    return [(start + (plane * ceiling + first) * size, (end - first) * size) for plane in range(layout.num_planes)]
+    size, start, pitch = layout.plane_block_bytes, _planes_start(layout, ceiling), _plane_pitch(layout, ceiling)
+    return [(start + plane * pitch + first * size, (end - first) * size) for plane in range(layout.num_planes)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import AttentionMetadata, DecoderLayer, DecoderShape, LayerStack, Quantization, reference
+from kernels import AttentionMetadata, DecoderLayer, DecoderShape, KVDtype, LayerStack, Quantization, reference
 from kernels.cpu.few_rows import load_few_rows
 from kernels.cpu.linear import LinearLayers
 
@@ -43,9 +43,18 @@ class Ops(reference.Ops):
 
     # Attention and elementwise operations.
 
-    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def prepare(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: KVDtype = "auto",
+    ) -> None:
         if self._compiled is not None:
-            self._compiled.prepare(num_heads, num_kv_heads, head_dim, block_size, dtype)
+            kept = torch.int8 if kv_dtype == "int8" else dtype
+            self._compiled.prepare(num_heads, num_kv_heads, head_dim, block_size, dtype, kept)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._compiled is None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kernels import AttentionMetadata
+from kernels import SCALE_BYTES, AttentionMetadata
 from kernels.cpu.simd import (
     FUSED,
     REORDERED,
@@ -109,23 +109,32 @@ def cost_of(item: Any) -> Any:
     return num_reads * (1 + num_rows) + 32 * num_rows  # the last: to begin and end it
 
 
-def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: int) -> Kernel:
+@njit(error_model="numpy", forceinline=True)
+def scale_at(address: Any) -> Any:
+    """The scale of a head in 8 bits."""
+    return pointer(address, F32)[0]
+
+
+def make_attend(element: Any, kept: Any, head_dim: int, group: int, lanes: int, revision: int) -> Kernel:
     """The first kernel, for `group` query heads a KV head and blocks that are a multiple of `lanes`.
+
+    KV is of the query's type or, where `kept` is of 8 bits, rounded as `reference.round_kv` says.
 
     Arguments: query, caches, query row stride, output, KV heads, block size, block tables and their stride, pieces and
     their number, scale, window, partials, scratch.
     """
-    line = 64 // np.dtype(type(element)).itemsize
+    line, is_rounded = 64 // np.dtype(type(kept)).itemsize, isinstance(kept, np.int8)
+    pitch = head_dim + SCALE_BYTES if is_rounded else head_dim  # elements of a head
 
     def attend(a: Any) -> None:
         assert revision
-        query, keys, values = pointer(a[0], element), pointer(a[1], element), pointer(a[2], element)
+        query, keys, values = pointer(a[0], element), pointer(a[1], kept), pointer(a[2], kept)
         query_stride, output = a[3], pointer(a[4], element)
         num_kv, block_size, tables, tables_stride = a[5], a[6], pointer(a[7], I32), a[8]
         items, num_items, scale, window = pointer(a[9], I32), a[10], float_of_bits(np.int32(a[11])), a[12]
         partials = pointer(a[13], F32)
         threads = np.int64(num_threads())
-        num_heads, width = num_kv * group, num_kv * head_dim
+        num_heads, width = num_kv * group, num_kv * pitch
         heads = num_heads * head_dim
         queries = moved(pointer(a[14], F32), thread_index() * MAX_ROWS * (2 * heads + num_heads * PARTITION))
         totals = moved(queries, MAX_ROWS * heads)
@@ -154,8 +163,8 @@ def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: i
                 ahead = min(p + lanes, last - 1)
                 beyond = (table[ahead // block_size] * block_size + ahead % block_size) * width
                 for kv in range(num_kv):
-                    key = moved(keys, place + kv * head_dim)
-                    next_keys = moved(keys, beyond + kv * head_dim)
+                    key = moved(keys, place + kv * pitch)
+                    next_keys = moved(keys, beyond + kv * pitch)
                     for r in range(num_rows):
                         for g in range(group):
                             for i in range(g, lanes, group):
@@ -164,6 +173,9 @@ def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: i
                             h = r * num_heads + kv * group + g
                             to = moved(scores, h * PARTITION + p - first)
                             scores_of_keys(moved(queries, h * head_dim), key, width, to, head_dim, lanes)
+                            if is_rounded:
+                                for i in range(lanes):
+                                    to[i] *= scale_at(a[1] + place + i * width + kv * pitch + head_dim)
             for r in range(num_rows):
                 begin, end = max(first, position + r + 1 - window) - first, min(last, position + r + 1) - first
                 for h in range(r * num_heads, (r + 1) * num_heads):
@@ -180,7 +192,7 @@ def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: i
                 place = np.int64(table[p // block_size]) * block_size * width
                 beyond = np.int64(table[min(p + block_size, last - 1) // block_size]) * block_size * width
                 for kv in range(num_kv):
-                    next_values = moved(values, beyond + kv * head_dim)
+                    next_values = moved(values, beyond + kv * pitch)
                     for i in range(block_size):
                         for n in range(0, head_dim, line):
                             fetch_ahead(moved(next_values, i * width + n))
@@ -188,11 +200,16 @@ def make_attend(element: Any, head_dim: int, group: int, lanes: int, revision: i
                         begin = max(first, p, position + r + 1 - window)
                         end = min(last, p + block_size, position + r + 1)
                         h = r * num_heads + kv * group
+                        if is_rounded:
+                            for g in range(group):
+                                weights = moved(scores, (h + g) * PARTITION - first)
+                                for j in range(begin, end):
+                                    weights[j] *= scale_at(a[2] + place + (j - p) * width + kv * pitch + head_dim)
                         add_weighted_values(
                             moved(totals, h * head_dim),
                             moved(scores, h * PARTITION + begin - first),
                             PARTITION,
-                            moved(values, place + (begin - p) * width + kv * head_dim),
+                            moved(values, place + (begin - p) * width + kv * pitch),
                             width,
                             end - begin,
                             head_dim,

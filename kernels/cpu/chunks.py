@@ -7,6 +7,8 @@ Invariant: what a row sums over, and in which order, follows from its own sequen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,18 @@ fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_chunk(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: Chunk, scale: float, window: int | None
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+    copy_context: Callable[[Tensor, Tensor, int, torch.dtype], Tensor],
 ) -> Tensor:
-    """The last n positions of one sequence, query [n, Hq, D], to all of its context: [n, Hq, D]."""
+    """The last n positions of one sequence, query [n, Hq, D], to all of its context: [n, Hq, D].
+
+    `copy_context` takes a cache, ids of blocks and a number of positions, and answers those positions [L, Hkv, D].
+    """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -30,7 +41,7 @@ def attend_chunk(
     length, earlier = chunk.context_len - start, earlier - start
 
     def by_kv_head(cache: Tensor) -> Tensor:
-        rows = cache[blocks].flatten(0, 1)[:length]  # [L, Hkv, D]
+        rows = copy_context(cache, blocks, length, query.dtype)  # [L, Hkv, D]
         return rows.transpose(0, 1)[:, None].expand(num_kv_heads, group, length, head_dim)
 
     queries = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, Hq / Hkv, n, D]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import AttentionMetadata
+from kernels import SCALE_BYTES, AttentionMetadata
 from kernels.cpu import attention, elementwise
 from kernels.cpu.chunks import attend_chunk
 from kernels.cpu.few_rows import load_tiles
@@ -27,22 +27,28 @@ from kernels.cpu.threads import Kernel, find_parallel, revision
 from kernels.reference import Chunk
 
 LOG = logging.getLogger(__name__)
-ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
+ELEMENTS = {
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.int8: np.int8(0),
+}
 """How kernels see each type: narrow floats as integers of their size."""
 CHUNK_ROWS = 32
 """From so many query rows of a sequence on, torch's fused attention is used."""
 NO_WINDOW = 1 << 40
+WIDEN = struct.Struct("7q")
 NORM, ADD_NORM, SILU_MUL = struct.Struct("8qf4x"), struct.Struct("5qf4x"), struct.Struct("4q")
 ROPE, ATTEND, MERGE = struct.Struct("15q"), struct.Struct("11qf4x3q"), struct.Struct("5q")
 
 
 def load_tiled_attention() -> Any:
-    """The attention kernel for the matrix unit; None where that is not to be had."""
+    """The attention kernels for the matrix unit, for bfloat16 KV and for 8 bits; None where that is not to be had."""
     if load_tiles() is None:
         return None
-    from kernels.cpu import tiled_attention
+    from kernels.cpu import int8_attention, tiled_attention
 
-    return tiled_attention
+    return tiled_attention, int8_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +77,26 @@ class CompiledOps:
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
 
-    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-        """Compiles what a model of this shape needs."""
+    def prepare(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kept: torch.dtype,
+    ) -> None:
+        """Compiles what a model of this shape needs, whose KV is kept in a type."""
         for make in (
             elementwise.make_norm,
             elementwise.make_add_norm,
             elementwise.make_silu_mul,
-            elementwise.make_rope,
         ):
             self.kernel(make, dtype)
-        self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, dtype)
+        self.kernel(elementwise.make_rope, dtype, kept)
+        if kept == torch.int8:
+            self.kernel(elementwise.make_widen, dtype)
+        self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, dtype, kept)
         self.kernel(attention.make_merge, dtype, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,7 +155,7 @@ class CompiledOps:
             num_rows, num_heads, num_kv_heads, head_dim // 2,
         )  # fmt: skip
         size = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
-        self.kernel(elementwise.make_rope, query.dtype)(self._at, size)
+        self.kernel(elementwise.make_rope, query.dtype, key_cache.dtype)(self._at, size)
         return query
 
     def plan_attention(self, metadata: AttentionMetadata) -> AttentionPlan:
@@ -174,7 +190,22 @@ class CompiledOps:
             self._attend_items(query, key_cache, value_cache, metadata, plan.items, scale, window, output)
         for chunk in plan.chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            output[rows] = attend_chunk(query[rows], key_cache, value_cache, chunk, scale, window)
+            output[rows] = attend_chunk(query[rows], key_cache, value_cache, chunk, scale, window, self._copy_context)
+        return output
+
+    def _copy_context(self, cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """The first `length` positions of blocks [m] int64, one after the other: [length, Hkv, D]."""
+        if cache.dtype != torch.int8:
+            return cache[blocks].flatten(0, 1)[:length]
+        _, block_size, num_kv_heads, width = cache.shape
+        head_dim = width - SCALE_BYTES
+        output = torch.empty((length, num_kv_heads, head_dim), dtype=dtype)
+        blocks = blocks.contiguous()
+        WIDEN.pack_into(
+            self._arguments, 0,
+            cache.data_ptr(), blocks.data_ptr(), output.data_ptr(), length, block_size, num_kv_heads, head_dim,
+        )  # fmt: skip
+        self.kernel(elementwise.make_widen, dtype)(self._at, output.numel())
         return output
 
     def _attend_items(
@@ -205,7 +236,7 @@ class CompiledOps:
             items.pieces.buffer_info()[0], len(items.pieces) // attention.ITEM_WORDS, scale,
             NO_WINDOW if window is None else window, self._partials.data_ptr(), self._scratch.data_ptr(),
         )  # fmt: skip
-        attend = self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
+        attend = self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, query.dtype, key_cache.dtype)
         attend(self._at, items.num_reads * 2 * num_kv_heads * head_dim)
         if items.merges:
             MERGE.pack_into(
@@ -215,28 +246,40 @@ class CompiledOps:
             self.kernel(attention.make_merge, query.dtype, head_dim)(self._at, num_floats)
 
     def attend_kernel(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kept: torch.dtype,
     ) -> Kernel:
         """What attends over contexts in place."""
         group = num_heads // num_kv_heads
-        tiles = self._tiles if dtype == torch.bfloat16 else None
-        if tiles is not None and tiles.fits(num_kv_heads, group, head_dim, block_size):
-            return self.kernel(tiles.make_tiled_attend, dtype, head_dim, group, num_kv_heads)
+        if self._tiles is not None and dtype == torch.bfloat16:
+            whole, rounded = self._tiles
+            if kept == torch.int8 and rounded.fits(num_kv_heads, group, head_dim, block_size):
+                return self.kernel(rounded.make_int8_attend, dtype, head_dim, group, num_kv_heads)
+            if kept == torch.bfloat16 and whole.fits(num_kv_heads, group, head_dim, block_size):
+                return self.kernel(whole.make_tiled_attend, dtype, head_dim, group, num_kv_heads)
         # Vectors split a head evenly, and the keys of a block.
         lanes = gcd(self._widest_vector, head_dim, block_size)
-        return self.kernel(attention.make_attend, dtype, head_dim, group, lanes)
+        return self.kernel(attention.make_attend, dtype, kept, head_dim, group, lanes)
 
     def scratch_floats(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """float32 elements that each thread of it needs."""
         needed = attention.scratch_floats(num_heads, head_dim)
         if self._tiles is None:
             return needed
-        return max(needed, int(self._tiles.scratch_floats(num_kv_heads, num_heads // num_kv_heads, head_dim)))
+        group = num_heads // num_kv_heads
+        return max(needed, *(int(tiles.scratch_floats(num_kv_heads, group, head_dim)) for tiles in self._tiles))
 
-    def kernel(self, make: Callable[..., Kernel], dtype: torch.dtype, *shape: int) -> Kernel:
-        """A kernel for a type of elements, and whatever else it is made for."""
-        key = (make, dtype, *shape)
+    def kernel(self, make: Callable[..., Kernel], *made_for: torch.dtype | int) -> Kernel:
+        """A kernel for types of elements, and whatever else it is made for."""
+        key = (make, *made_for)
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = self._kernels[key] = make(ELEMENTS[dtype], *shape, self.revision)
+            kernel = self._kernels[key] = make(
+                *(ELEMENTS[part] if isinstance(part, torch.dtype) else part for part in made_for), self.revision
+            )
         return kernel

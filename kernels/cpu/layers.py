@@ -168,8 +168,9 @@ class LayerProgram(LayerStack):
     def _build(self, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor]) -> Program:
         shape, buffers, program = self._shape, self._buffers, Program()
         attend = self._ops.attend_kernel(
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, key_caches[0].shape[1], buffers.normed.dtype
-        )
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, key_caches[0].shape[1],
+            buffers.normed.dtype, key_caches[0].dtype,
+        )  # fmt: skip
         self._tile_share = self._products.tile_share
         self._tile_scratch = torch.empty(self._num_threads * self._tile_share, dtype=torch.uint8)
         self._attend_scratch = torch.empty(
@@ -206,7 +207,7 @@ class LayerProgram(LayerStack):
             self._add_norm_of_heads(program, key, buffers.key, layer.key_norm, num_kv)
             query, key = buffers.query, buffers.key
         program.add(
-            self._ops.kernel(elementwise.make_rope, dtype), compiled.ROPE,
+            self._ops.kernel(elementwise.make_rope, dtype, keys.dtype), compiled.ROPE,
             query, key, value, query.stride(0), key.stride(0), value.stride(0),
             Late.COSINE, Late.SINE, Late.SLOTS, keys, values, Late.ROWS, num_heads, num_kv, head_dim // 2,
         )  # fmt: skip

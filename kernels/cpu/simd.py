@@ -49,17 +49,21 @@ def moved(typing_context: Any, address: Any, count: Any) -> Any:
     return address(address, types.int64), generate
 
 
+def fetch_line(builder: Any, address: Any) -> None:
+    """Tells the CPU that the cache line at a pointer will be read soon."""
+    word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    )
+    builder.call(function, [builder.bitcast(address, byte), word(0), word(2), word(1)])
+
+
 @intrinsic
 def fetch_ahead(typing_context: Any, address: Any) -> Any:
     """Tells the CPU that the cache line at a pointer will be read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        byte = ir.IntType(8).as_pointer()
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        )
-        builder.call(function, [builder.bitcast(arguments[0], byte), word(0), word(2), word(1)])
+        fetch_line(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(address), generate
@@ -87,11 +91,13 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, element: Any) -> Any:
-    """The float32 equal to an element of a tensor."""
+    """The float32 equal to an element of a tensor; of 8 bits, to the whole number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if element == types.float32:
             return arguments[0]
+        if element == types.int8:
+            return builder.sitofp(arguments[0], FLOAT)
         if element == types.uint16:
             bits = builder.zext(arguments[0], ir.IntType(32))
             return builder.bitcast(builder.shl(bits, ir.IntType(32)(16)), FLOAT)
@@ -142,6 +148,15 @@ def exponential(x: Any) -> Any:
     return series * float_of_bits((bits_of_float(shifted) + np.int32(127)) << np.int32(23))
 
 
+@njit(error_model="numpy", forceinline=True)
+def largest_magnitude(x: Any, size: Any) -> Any:
+    """The largest magnitude of `size` elements, and at least 1e-30; not a number if one of them is none."""
+    largest = bits_of_float(np.float32(1e-30))  # bits of magnitudes are in the same order, those of NaN on top
+    for i in range(size):
+        largest = max(largest, bits_of_float(widen(x[i])) & np.int32(0x7FFFFFFF))
+    return float_of_bits(largest)
+
+
 def load(builder: Any, address: Any, element: Any, lanes: int) -> Any:
     """`lanes` elements from a pointer to `element`s, as float32."""
     bits = address.type.pointee
@@ -149,6 +164,8 @@ def load(builder: Any, address: Any, element: Any, lanes: int) -> Any:
     loaded = builder.load(vector, align=bits_size(element))
     if element == types.float32:
         return loaded
+    if element == types.int8:
+        return builder.sitofp(builder.sext(loaded, ir.VectorType(ir.IntType(32), lanes)), ir.VectorType(FLOAT, lanes))
     if element == types.uint16:
         words = ir.VectorType(ir.IntType(32), lanes)
         shift = ir.Constant(words, [16] * lanes)

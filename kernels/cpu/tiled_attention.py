@@ -19,7 +19,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, cost_of
-from kernels.cpu.simd import FLOAT, FUSED, INDEX, fetch_ahead, float_of_bits, moved, narrow, pointer
+from kernels.cpu.score_rows import (
+    ROW,
+    WORD,
+    constant,
+    early_lines,
+    exponential_of_row,
+    fetch_lines,
+    heads_at_once,
+    highest_of_rows,
+    later_lines,
+    row_at,
+    tile_at,
+)
+from kernels.cpu.simd import FUSED, INDEX, float_of_bits, moved, narrow, pointer
 from kernels.cpu.threads import Kernel, num_threads, thread_index
 from kernels.cpu.tiles import CONFIG_BYTES, LONG, TILE, at, call, configure, release_tiles
 
@@ -29,15 +42,9 @@ LAST_TILE = 7
 STEP = 32
 """Elements of a key that one product takes."""
 U16, U32 = np.uint16(0), np.uint32(0)
-WORD, SHORT = ir.IntType(32), ir.IntType(16)
-ROW = ir.VectorType(FLOAT, TILE)
+SHORT = ir.IntType(16)
 NUM_SUMS = 20
 """Sums kept in registers at a time, beside what they are made of."""
-
-
-def heads_at_once(num_kv: int, group: int) -> int:
-    """KV heads whose query heads fit side by side into a row of scores."""
-    return max(count for count in range(1, num_kv + 1) if num_kv % count == 0 and (count == 1 or count * group <= TILE))
 
 
 def fits(num_kv: int, group: int, head_dim: int, block_size: int) -> bool:
@@ -65,12 +72,17 @@ def load_queries(typing_context: Any, queries: Any, num_steps: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def score_keys(typing_context: Any, keys: Any, stride: Any, queries: Any, scores: Any, num_steps: Any) -> Any:
-    """Scores [16, 16] of 16 keys at an address, `stride` bytes apart, and the queries that `load_queries` took."""
+def score_keys(
+    typing_context: Any, keys: Any, stride: Any, queries: Any, scores: Any, fetched: Any, num_steps: Any
+) -> Any:
+    """Scores [16, 16] of 16 keys at an address, `stride` bytes apart, and the queries that `load_queries` took.
+
+    On the way the first half of 16 like rows at the address `fetched` is fetched into the cache.
+    """
     count, room = num_steps.literal_value, LAST_TILE + 1 - QUERIES
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        keys, stride, queries, scores = arguments[:4]
+        keys, stride, queries, scores, fetched = arguments[:5]
         call(builder, "tilezero", SCORES)
         for step in range(count):
             tile = QUERIES + min(step, room - 1)
@@ -78,116 +90,94 @@ def score_keys(typing_context: Any, keys: Any, stride: Any, queries: Any, scores
                 call(builder, "tileloadd64", tile, at(builder, queries, 1024 * step), LONG(64))
             call(builder, "tileloadd64", KEYS, at(builder, keys, 64 * step), stride)
             call(builder, "tdpbf16ps", SCORES, KEYS, tile)
+            for row in range(step * TILE // count, (step + 1) * TILE // count):
+                next_row = builder.add(fetched, builder.mul(stride, INDEX(row)))
+                fetch_lines(builder, next_row, early_lines(64 * count))
         call(builder, "tilestored64", SCORES, at(builder, scores), LONG(64))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4, num_steps), generate
+    return types.void(*[types.int64] * 5, num_steps), generate
 
 
-def _row_at(builder: Any, rows: Any, index: Any) -> Any:
-    """The vector at row `index` of [n, 16] words at a pointer."""
-    place = builder.gep(rows, [builder.mul(index, INDEX(TILE))])
-    return builder.bitcast(place, ir.VectorType(rows.type.pointee, TILE).as_pointer())
-
-
-@intrinsic
-def highest_of_rows(typing_context: Any, scores: Any, begin: Any, end: Any, highest: Any) -> Any:
-    """The highest of each column [16] of rows begin to end - 1, of which there is at least one."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, begin, end, highest = arguments
-        found = cgutils.alloca_once(builder, ROW)
-        builder.store(builder.load(_row_at(builder, scores, begin), align=4), found)
-        with cgutils.for_range_slice(builder, begin, end, INDEX(1)) as (index, _):
-            row, before = builder.load(_row_at(builder, scores, index), align=4), builder.load(found)
-            builder.store(builder.select(builder.fcmp_ordered(">", row, before), row, before), found)
-        builder.store(builder.load(found), _row_at(builder, highest, INDEX(0)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(scores, types.int64, types.int64, highest), generate
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(ROW, [float(np.float32(value))] * TILE)
-
-
-def _exponential(builder: Any, x: Any) -> Any:
-    """As `simd.exponential`, of 16 numbers that are not above 0."""
-
-    def fused(left: Any, right: Any, more: Any) -> Any:
-        return builder.fadd(builder.fmul(left, right, flags=FUSED), more, flags=FUSED)
-
-    lowest = _constant(-87.0)
-    x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
-    rounder = _constant(12582912.0)
-    shifted = fused(x, _constant(1.4426950408889634), rounder)
-    whole = builder.fsub(shifted, rounder)
-    rest = fused(whole, _constant(2.12194440e-4), fused(whole, _constant(-0.693359375), x))
-    series = _constant(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        series = fused(series, rest, _constant(factor))
-    series = builder.fadd(fused(builder.fmul(series, rest, flags=FUSED), rest, rest), _constant(1.0))
-    words = ir.VectorType(WORD, TILE)
-    exponent = builder.add(builder.bitcast(shifted, words), ir.Constant(words, [127] * TILE))
-    power = builder.shl(exponent, ir.Constant(words, [23] * TILE))
-    return builder.fmul(series, builder.bitcast(power, ROW))
-
-
-@intrinsic
+@intrinsic(prefer_literal=True)
 def weigh_pairs(
-    typing_context: Any, scores: Any, begin: Any, end: Any, highest: Any, scale: Any, weights: Any, totals: Any
+    typing_context: Any,
+    scores: Any,
+    begin: Any,
+    end: Any,
+    highest: Any,
+    scale: Any,
+    weights: Any,
+    totals: Any,
+    fetched: Any,
+    stride: Any,
+    row_bytes: Any,
 ) -> Any:
-    """Exponentials of scaled distances to the highest, of rows begin to end - 1, as bfloat16 pairs of rows 2 i and
-    2 i + 1: [n, 16] words at `weights`. Rows beside them weigh nothing. Their sums go to `totals` [16]."""
+    """Exponentials of scaled distances to the highest, of 16 rows, as bfloat16 pairs of rows 2 i and 2 i + 1: [8, 16]
+    words at `weights`. Rows other than begin to end - 1 weigh nothing. Their sums are added to `totals` [16].
+
+    On the way 16 rows of so many bytes at the address `fetched`, `stride` bytes apart, are fetched into the cache."""
+    num_row_bytes = row_bytes.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores, begin, end, highest, scale, weights, totals = arguments
+        scores, begin, end, highest, scale, weights, totals, fetched, stride = arguments[:9]
         words, shorts = ir.VectorType(WORD, TILE), ir.VectorType(SHORT, TILE)
-        top = builder.load(_row_at(builder, highest, INDEX(0)), align=4)
+        top = builder.load(row_at(builder, highest, INDEX(0)), align=4)
         lanes = ir.Constant(ir.VectorType(WORD, TILE), [0] * TILE)
         first = builder.insert_element(ir.Constant(ROW, ir.Undefined), scale, WORD(0))
         factor = builder.shuffle_vector(first, first, lanes)
         total = cgutils.alloca_once(builder, ROW)
-        builder.store(_constant(0.0), total)
+        builder.store(builder.load(row_at(builder, totals, INDEX(0)), align=4), total)
         convert = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(shorts, [ROW]), "llvm.x86.avx512bf16.cvtneps2bf16.512"
         )
 
         def weight(index: Any) -> Any:
-            row = builder.load(_row_at(builder, scores, index), align=4)
-            value = _exponential(builder, builder.fmul(builder.fsub(row, top), factor))
+            row = builder.load(row_at(builder, scores, index), align=4)
+            value = exponential_of_row(builder, builder.fmul(builder.fsub(row, top), factor))
             is_inside = builder.and_(builder.icmp_signed(">=", index, begin), builder.icmp_signed("<", index, end))
-            value = builder.select(is_inside, value, _constant(0.0))
+            value = builder.select(is_inside, value, constant(0.0))
             builder.store(builder.fadd(builder.load(total), value), total)
             return builder.zext(builder.call(convert, [value]), words)
 
-        two = INDEX(2)
-        num_pairs = builder.sdiv(builder.add(end, INDEX(1)), two)
-        with cgutils.for_range_slice(builder, builder.sdiv(begin, two), num_pairs, INDEX(1)) as (pair, _):
-            index = builder.mul(pair, two)
+        with cgutils.for_range(builder, INDEX(TILE // 2)) as loop:
+            pair = loop.index
+            index = builder.mul(pair, INDEX(2))
+            for row in (index, builder.add(index, INDEX(1))):
+                fetch_lines(builder, builder.add(fetched, builder.mul(row, stride)), later_lines(num_row_bytes))
             low, high = weight(index), weight(builder.add(index, INDEX(1)))
             both = builder.or_(low, builder.shl(high, ir.Constant(words, [16] * TILE)))
-            builder.store(both, _row_at(builder, weights, pair), align=4)
-        builder.store(builder.load(total), _row_at(builder, totals, INDEX(0)), align=4)
+            builder.store(both, row_at(builder, weights, pair), align=4)
+        builder.store(builder.load(total), row_at(builder, totals, INDEX(0)), align=4)
         return context.get_dummy_value()
 
-    return types.void(scores, types.int64, types.int64, highest, types.float32, weights, totals), generate
+    numbers = (types.int64, types.int64)
+    return types.void(scores, *numbers, highest, types.float32, weights, totals, *numbers, row_bytes), generate
 
 
 @intrinsic(prefer_literal=True)
 def add_pairs(
-    typing_context: Any, sums: Any, weights: Any, values: Any, stride: Any, count: Any, head_dim: Any, group: Any
+    typing_context: Any,
+    sums: Any,
+    weights: Any,
+    values: Any,
+    stride: Any,
+    count: Any,
+    fetched: Any,
+    head_dim: Any,
+    group: Any,
 ) -> Any:
     """sums [group, head_dim] += pairs of weights times `count` values [count, head_dim], `stride` elements apart.
 
-    Pairs lie [count / 2, 16], those of the group first. Values beyond `count` are not read.
+    Pairs lie [count / 2, 16], those of the group first. Values beyond `count` are not read. On the way as many rows of
+    the same pattern at the address `fetched` are fetched into the cache.
     """
     size, num_heads = head_dim.literal_value, group.literal_value
     heads_together = min(num_heads, NUM_SUMS // 2)
     chunks_together = max(1, NUM_SUMS // (2 * heads_together))  # of 32 elements, two sums each
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, weights, values, stride, count = arguments[:5]
+        sums, weights, values, stride, count, fetched = arguments[:6]
         pair_type, words = ir.VectorType(SHORT, 2 * TILE), ir.VectorType(WORD, TILE)
         product = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ROW, [ROW, words, words]), "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -216,6 +206,10 @@ def add_pairs(
 
             def add_two(pair: Any, has_second: bool) -> None:
                 row = builder.mul(pair, INDEX(2))
+                if not heads[0] and not chunks[0]:
+                    for next_row in (row, builder.add(row, INDEX(1))):
+                        offset = builder.mul(next_row, builder.mul(stride, INDEX(2)))
+                        fetch_lines(builder, builder.add(fetched, offset), range(0, 2 * size, 64))
                 mixed = {}
                 for chunk in chunks:
                     upper = part(builder.add(row, INDEX(1)), chunk) if has_second else nothing
@@ -244,7 +238,7 @@ def add_pairs(
                 add(range(head, min(num_heads, head + heads_together)), chunks)
         return context.get_dummy_value()
 
-    return types.void(sums, weights, values, types.int64, types.int64, head_dim, group), generate
+    return types.void(sums, weights, values, *[types.int64] * 3, head_dim, group), generate
 
 
 def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revision: int) -> Kernel:
@@ -252,11 +246,11 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
     kv_at_once = heads_at_once(num_kv, group)
     num_passes, num_steps, steps_a_head = num_kv // kv_at_once, kv_at_once * head_dim // STEP, head_dim // STEP
     share = 4 * scratch_floats(num_kv, group, head_dim)
-    num_heads, width = num_kv * group, num_kv * head_dim
+    num_heads, width, row_bytes = num_kv * group, num_kv * head_dim, 2 * kv_at_once * head_dim
 
     def tiled_attend(a: Any) -> None:
         assert revision
-        keys, values = pointer(a[1], U16), pointer(a[2], U16)
+        values = pointer(a[2], U16)
         query_stride, output = a[3], pointer(a[4], U16)
         block_size, tables, tables_stride = a[6], pointer(a[7], I32), a[8]
         items, num_items, scale, window = pointer(a[9], I32), a[10], float_of_bits(np.int32(a[11])), a[12]
@@ -285,6 +279,11 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
             table = moved(tables, item[0] * tables_stride)
             first_row, num_rows, position = np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
             first, last, partial = np.int64(item[4]), np.int64(item[5]), np.int64(item[6])
+            # What the next item reads is fetched while this one is computed: spread over it, since the CPU waits once
+            # it has asked for more lines than it can wait for. An item's values are fetched before its keys.
+            following = moved(items, min(index + 1, num_items - 1) * ITEM_WORDS)
+            next_table = moved(tables, following[0] * tables_stride)
+            next_first, next_last = np.int64(following[4]), np.int64(following[5])
             for r in range(num_rows):
                 begin, end = max(first, position + r + 1 - window), min(last, position + r + 1)
                 if begin >= end:  # a part before the row's window
@@ -307,30 +306,46 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
                     along = part * kv_at_once * head_dim
                     for p in range(begin // TILE * TILE, end, TILE):
                         place = (table[p // block_size] * block_size + p % block_size) * width + along
-                        ahead = min(p + TILE, end - 1)
-                        beyond = (table[ahead // block_size] * block_size + ahead % block_size) * width + along
-                        for i in range(TILE):
-                            for n in range(0, kv_at_once * head_dim, STEP):
-                                fetch_ahead(moved(keys, beyond + i * width + n))
-                        score_keys(a[1] + 2 * place, 2 * width, queries_at, scores_at + 64 * (p - first), num_steps)
+                        ahead = tile_at(next_table, p - first + next_first, next_last, block_size)
+                        score_keys(
+                            a[1] + 2 * place,
+                            2 * width,
+                            queries_at,
+                            scores_at + 64 * (p - first),
+                            a[2] + 2 * (ahead * width + along),
+                            num_steps,
+                        )
                     highest_of_rows(scores, begin - first, end - first, highest)
-                    weigh_pairs(scores, begin - first, end - first, highest, scale, weights, totals)
+                    for i in range(TILE):
+                        totals[i] = np.float32(0)
+                    for p in range(begin // TILE * TILE, end, TILE):
+                        ahead = tile_at(next_table, p - first + next_first, next_last, block_size)
+                        weigh_pairs(
+                            moved(scores, TILE * (p - first)),
+                            begin - p,
+                            end - p,
+                            highest,
+                            scale,
+                            moved(weights, (p - first) // 2 * TILE),
+                            totals,
+                            a[2] + 2 * (ahead * width + along),
+                            2 * width,
+                            row_bytes,
+                        )
                     for i in range(kv_at_once * group * head_dim):
                         sums[i] = np.float32(0)
                     for p in range(begin // block_size * block_size, end, block_size):
                         place = table[p // block_size] * block_size * width + along
-                        beyond = table[min(p + block_size, end - 1) // block_size] * block_size * width + along
+                        ahead = tile_at(next_table, p - first + next_first, next_last, block_size)
                         skipped = max(p, begin // 2 * 2) - p
                         for kv in range(kv_at_once):
-                            for i in range(block_size):
-                                for n in range(0, head_dim, STEP):
-                                    fetch_ahead(moved(values, beyond + i * width + kv * head_dim + n))
                             add_pairs(
                                 moved(sums, kv * group * head_dim),
                                 moved(weights, (p + skipped - first) // 2 * TILE + kv * group),
                                 moved(values, place + skipped * width + kv * head_dim),
                                 width,
                                 min(end - p, block_size) - skipped,
+                                a[1] + 2 * (ahead * width + along + kv * head_dim),
                                 head_dim,
                                 group,
                             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata, MemoryBytes, Quantization, reference
+from kernels import AttentionMetadata, KVDtype, MemoryBytes, Quantization, reference
 from kernels.npu import linear, opening
 from kernels.npu.attention import (
     HALF_TYPES,
@@ -42,6 +42,7 @@ class Ops(reference.Ops):
     """What runs on `torch.device("npu", index)`."""
 
     dtypes = HALF_TYPES
+    kv_dtypes = ("auto",)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -60,7 +61,15 @@ class Ops(reference.Ops):
     def memory_bytes(self) -> MemoryBytes | None:
         return opening.memory_bytes(self.device.index or 0)
 
-    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def prepare(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: KVDtype = "auto",
+    ) -> None:
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, dtype)
         self._attention, self._dtype = choose_attention(self.device, shape), dtype
 

@@ -24,7 +24,6 @@ from kvstore.memory import (
     PoolMemoryFull,
     SharedPool,
     copy_blocks,
-    round_ceiling,
     unlink_dead,
 )
 from runtime.huge_pages import HUGE_PAGE_BYTES
@@ -288,13 +287,14 @@ def test_copy_blocks_copies_those_and_no_others(source_ids: list[int], destinati
     assert (destination == expected).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8", "int8"])
 def test_cache_is_the_memory(dtype: str, tmp_path: Path) -> None:
     layout = KVLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
     memory = PoolMemory.create(layout, 5, 5, epoch=1, directory=tmp_path)
     cache = KVCache(memory)
     assert len(cache.keys) == len(cache.values) == 3
-    assert cache.keys[0].shape == (5, 4, 2, 8)
+    width = 12 if dtype == "int8" else 8  # a scale of four bytes behind each head
+    assert cache.keys[0].shape == (5, 4, 2, width)
     assert cache.layout == layout
     tensors = [each for pair in zip(cache.keys, cache.values, strict=True) for each in pair]
     for plane, tensor in enumerate(tensors):
@@ -302,7 +302,7 @@ def test_cache_is_the_memory(dtype: str, tmp_path: Path) -> None:
         assert str(tensor.dtype) == f"torch.{dtype}"
         tensor[2, 3, 1, 7] = plane + 1
     for plane in range(6):
-        written = memory.planes[plane, 2].reshape(4, 2, 8, -1)
+        written = memory.planes[plane, 2].reshape(4, 2, width, -1)
         assert written[3, 1, 7].any()
         written[3, 1, 7] = 0
         assert not memory.planes[plane].any()
@@ -314,14 +314,8 @@ def test_cache_is_the_memory(dtype: str, tmp_path: Path) -> None:
 ROOMY = KVLayout(num_layers=1, block_size=16, num_kv_heads=3, head_dim=64, dtype="bfloat16")  # 6 KiB a plane and block
 
 
-def test_a_large_ceiling_is_rounded_so_that_planes_are_whole_huge_pages() -> None:
-    assert round_ceiling(ROOMY, 10_000) == 9 * 1024
-    assert round_ceiling(ROOMY, 4096) == 4096
-    assert round_ceiling(ROOMY, 4095) == 4095, "rounding would take a quarter of a small pool"
-
-
-def test_planes_of_whole_huge_pages_begin_with_one_and_blocks_come_by_whole_ones() -> None:
-    memory = PoolMemory.create(ROOMY, 4096, 1, epoch=7, directory=Path("/dev/shm"))
+def test_large_planes_begin_with_a_huge_page_and_blocks_come_by_whole_ones() -> None:
+    memory = PoolMemory.create(ROOMY, 4097, 1, epoch=7, directory=Path("/dev/shm"))
     try:
         assert [plane.ctypes.data % HUGE_PAGE_BYTES for plane in memory.planes] == [0, 0]
         assert memory.num_blocks == HUGE_PAGE_BYTES // 6144
@@ -333,7 +327,9 @@ def test_planes_of_whole_huge_pages_begin_with_one_and_blocks_come_by_whole_ones
         assert allocated_bytes(memory.shared_path) <= 2 * 2 * HUGE_PAGE_BYTES + 4096
         reader = SharedPool(memory.shared_path, ROOMY)
         assert np.array_equal(reader.planes[:, :682], memory.planes[:, :682])
-        memory.commit(4096)
-        assert memory.num_blocks == 4096
+        memory.commit(4097)
+        assert memory.num_blocks == 4097
+        memory.planes[:, 4096] = 9
+        assert (reader.planes[:, 4096] == 9).all() and (reader.planes[:, 340] == 7).all()
     finally:
         memory.close()

@@ -1,11 +1,13 @@
 """What rounding costs in accuracy: `python tests/perf/quantisation_accuracy.py [MODEL [NUM_CONVERSATIONS]]`.
 
-Perplexity of a model over ShareGPT replies, given their questions, in each dtype and quantisation; and at how many of
-the same positions its likeliest token is the one of float32, unquantised. Not a test: it takes minutes.
+Perplexity of a model over ShareGPT replies, given their questions, in each dtype, with weights and KV rounded
+to 8 bits and not; and at how many of the same positions its likeliest token is that of float32, with nothing rounded.
+Not a test: it takes minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from baton.bench.asks import read_conversations
 from engine.batch import Batch, SampleRow
 from engine.model_runner import ModelRunner, load_model, model_spec
 from engine.request import SamplingParams
-from kernels import Quantization, load_ops
+from kernels import KVDtype, Quantization, load_ops
 from kvstore.cache import KVCache
 from kvstore.memory import PoolMemory
 from router.model import open_text_model
@@ -48,12 +50,12 @@ def conversations(model: str, count: int) -> Iterator[tuple[list[int], int]]:
             return
 
 
-def load(model: str, dtype: str, quantization: Quantization) -> ModelRunner:
+def load(model: str, dtype: str, quantization: Quantization, kv_dtype: KVDtype) -> ModelRunner:
     """A runner with room for one conversation."""
     checkpoint = open_checkpoint(model)
     spec, ops = model_spec(checkpoint, dtype), load_ops("cpu")
     num_blocks = -(-MAX_TOKENS // BLOCK_SIZE)
-    memory = PoolMemory(spec.kv_layout(BLOCK_SIZE), num_blocks)
+    memory = PoolMemory(spec.kv_layout(BLOCK_SIZE, kv_dtype), num_blocks)
     memory.commit(num_blocks)
     return ModelRunner(load_model(checkpoint, spec, ops, None, quantization), ops, KVCache(memory))
 
@@ -75,15 +77,15 @@ def reply_logits(runner: ModelRunner, tokens: list[int], num_prompt: int) -> tor
 
 
 def main(model: str = "smollm2", num_conversations: str = "40") -> None:
-    """Prints a line for each dtype and quantisation."""
+    """Prints a line for each dtype and rounding."""
     texts = list(conversations(model, int(num_conversations)))
     print(f"{Path(model).name}: {len(texts)} replies, {sum(len(t) - n for t, n in texts)} tokens")
-    print(f"{'dtype':<10}{'quantisation':<14}{'perplexity':>12}{'to float32':>12}{'same token':>12}")
+    print(f"{'dtype':<10}{'weights':<9}{'KV':<6}{'perplexity':>12}{'to float32':>12}{'same token':>12}")
     exact: list[torch.Tensor] = []
     exact_perplexity = math.nan
     for dtype in ("float32", "bfloat16"):
-        for quantization in get_args(Quantization):
-            runner = load(model, dtype, quantization)
+        for quantization, kv_dtype in itertools.product(get_args(Quantization), get_args(KVDtype)):
+            runner = load(model, dtype, quantization, kv_dtype)
             total_loss, num_tokens, num_same, likeliest = 0.0, 0, 0, []
             for index, (tokens, num_prompt) in enumerate(texts):
                 logits = reply_logits(runner, tokens, num_prompt)
@@ -96,7 +98,7 @@ def main(model: str = "smollm2", num_conversations: str = "40") -> None:
             perplexity = math.exp(total_loss / num_tokens)
             exact_perplexity = perplexity if math.isnan(exact_perplexity) else exact_perplexity
             print(
-                f"{dtype:<10}{quantization:<14}{perplexity:>12.4f}{perplexity / exact_perplexity:>12.4f}"
+                f"{dtype:<10}{quantization:<9}{kv_dtype:<6}{perplexity:>12.4f}{perplexity / exact_perplexity:>12.4f}"
                 f"{num_same / num_tokens:>12.4f}",
                 flush=True,
             )

@@ -27,7 +27,7 @@ import kernels.cpu
 from engine.model_runner import DTYPES, ModelRunner, load_model, model_spec
 from kernels import AttentionMetadata, Quantization
 from kvstore.cache import KVCache
-from kvstore.memory import PoolMemory, round_ceiling
+from kvstore.memory import PoolMemory
 from runtime import huge_pages
 from runtime.checkpoint import open_checkpoint
 from runtime.host import OPENMP_SETTING
@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace, num_seqs: int, context: int) -> None:
     spec = model_spec(checkpoint, arguments.dtype)
     layout = spec.kv_layout(BLOCK_SIZE)
     num_blocks = num_seqs * layout.num_blocks(context)
-    memory = PoolMemory.create(layout, round_ceiling(layout, 2 * num_blocks + 4096), num_blocks, epoch=0)
+    memory = PoolMemory.create(layout, 2 * num_blocks + 4096, num_blocks, epoch=0)
     try:
         cache = KVCache(memory)
         for plane in (*cache.keys, *cache.values):
