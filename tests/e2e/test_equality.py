@@ -98,3 +98,18 @@ def requests_and_answers(
 ) -> tuple[list[Asked], list[Completion]]:
     """Every fourth greedy request, and all sampled ones."""
     return [*greedy_requests[3::4], *sampled_requests], [*greedy_alone[3::4], *sampled_alone]
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_kv_in_8_bits_is_handed_over_as_it_is(
+    transport: str, serve: Callable[..., Served], greedy_requests: list[Asked]
+) -> None:
+    """One at a time, so that both systems run the same steps: then not a bit may differ."""
+    requests = greedy_requests[:6]
+    flags = ("--dtype=bfloat16", "--kv-cache-dtype=int8")
+    pair = serve(*flags, f"--kv-transports={transport}").address
+    mixed = serve(*flags, "--num-prefill=0", "--num-decode=0", "--num-mixed=1").address
+    for request in requests:
+        (handed_over,), (local,) = ask_together(pair, [request]), ask_together(mixed, [request])
+        assert handed_over.served_by.transport == transport and not local.served_by.transport
+        assert handed_over.token_ids == local.token_ids

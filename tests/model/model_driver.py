@@ -14,7 +14,7 @@ import torch
 from engine.batch import Batch, SampleRow
 from engine.model_runner import ModelRunner, load_model, model_spec
 from engine.request import Sample, SamplingParams
-from kernels import Quantization, load_ops
+from kernels import KVDtype, Quantization, load_ops
 from kvstore.cache import KVCache
 from kvstore.memory import PoolMemory
 from runtime.checkpoint import open_checkpoint
@@ -30,13 +30,14 @@ def load_runner(
     num_sequences: int = 1,
     dtype: str = "auto",
     quantization: Quantization = "none",
+    kv_dtype: KVDtype = "auto",
 ) -> ModelRunner:
     """A runner with room for `num_sequences` of altogether `num_tokens`."""
     checkpoint = open_checkpoint(str(model))
     spec = model_spec(checkpoint, dtype)
     ops = load_ops("cpu")
     num_blocks = -(-num_tokens // BLOCK_SIZE) + num_sequences
-    memory = PoolMemory(spec.kv_layout(BLOCK_SIZE), num_blocks)
+    memory = PoolMemory(spec.kv_layout(BLOCK_SIZE, kv_dtype), num_blocks)
     memory.commit(num_blocks)
     return ModelRunner(load_model(checkpoint, spec, ops, None, quantization), ops, KVCache(memory))
 

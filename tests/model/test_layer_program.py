@@ -12,8 +12,9 @@ from tiny_models import FAMILIES, family_config, random_weights, write_folder
 
 from engine.batch import Batch
 from engine.model_runner import ModelRunner
-from kernels import Quantization
+from kernels import KVDtype, Quantization
 from kernels.cpu.few_rows import load_few_rows
+from kernels.reference import round_kv
 from kvstore.cache import KVCache
 from kvstore.memory import PoolMemory
 
@@ -34,15 +35,24 @@ def has_matrix_unit() -> bool:
     return few_rows is not None and few_rows.has_tiles
 
 
-def make_runner(folder: Path, family: str, quantization: Quantization, dtype: str = "bfloat16") -> ModelRunner:
+def make_runner(
+    folder: Path, family: str, quantization: Quantization, dtype: str = "bfloat16", kv_dtype: KVDtype = "auto"
+) -> ModelRunner:
     config = family_config(family) | WIDE
     write_folder(folder, config, random_weights(config))
     num_tokens = sum(LENGTHS) + 64 * len(LENGTHS)
     runner = load_runner(
-        folder, num_tokens=num_tokens, num_sequences=len(LENGTHS), dtype=dtype, quantization=quantization
+        folder,
+        num_tokens=num_tokens,
+        num_sequences=len(LENGTHS),
+        dtype=dtype,
+        quantization=quantization,
+        kv_dtype=kv_dtype,
     )
     for cache in (*runner.cache.keys, *runner.cache.values):
-        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(3)))
+        shape = (*cache.shape[:-1], runner.cache.layout.head_dim)
+        content = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        cache.copy_(round_kv(content) if kv_dtype == "int8" else content)
     return runner
 
 
@@ -82,6 +92,16 @@ def test_every_family_alike(family: str, quantization: Quantization, tmp_path: P
     is_fused = has_matrix_unit() and not (quantization == "int8" and family == "llama-biases-linear")
     assert (runner.model._stack is not None) == is_fused
     for rows in ([1], [1] * 7, [0, 1, 0, 3], [1, 16, 1, 1], [17, 9, 0, 8, 5, 20, 5], [31, 0, 1]):
+        fused, single = both_ways(runner, mixed_batch(driver, rows))
+        assert torch.equal(fused, single), rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounded_kv_alike(family: str, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, family, "none", kv_dtype="int8")
+    driver = Driver(runner, [length + 64 for length in LENGTHS])
+    assert (runner.model._stack is not None) == has_matrix_unit()
+    for rows in ([1] * 7, [17, 9, 0, 8, 5, 20, 5]):
         fused, single = both_ways(runner, mixed_batch(driver, rows))
         assert torch.equal(fused, single), rows
 
