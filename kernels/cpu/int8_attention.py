@@ -190,15 +190,15 @@ def make_int8_attend(element: Any, head_dim: int, group: int, num_kv: int, revis
                             step /= found[head]
                             to = moved(output, ((first_row + r) * num_heads + first_head + head) * head_dim)
                             for i in range(head_dim):
-                                upper, lower = np.float32(own[i]), np.float32(own[head_dim + i])
+                                high, low = np.float32(own[i]), np.float32(own[head_dim + i])
                                 to[place_of(i)] = narrow(
-                                    (upper * np.float32(256) + lower) * step + unlike[head], element
+                                    (high * np.float32(256) + low) * step + unlike[head], element
                                 )
                         else:
                             to = moved(partials, ((partial + r) * num_heads + first_head + head) * (head_dim + 2))
                             for i in range(head_dim):
-                                upper, lower = np.float32(own[i]), np.float32(own[head_dim + i])
-                                to[place_of(i)] = (upper * np.float32(256) + lower) * step + unlike[head]
+                                high, low = np.float32(own[i]), np.float32(own[head_dim + i])
+                                to[place_of(i)] = (high * np.float32(256) + low) * step + unlike[head]
                             to[head_dim] = highest[head]
                             to[head_dim + 1] = found[head]
         release_tiles()

@@ -139,6 +139,14 @@ def test_float32_is_not_computed_in(npu: Npu) -> None:
     assert open_model("smollm2", "auto", None).dtype == "float32"
 
 
+def test_kv_in_8_bits_is_refused(npu: Npu) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: on npu:0 it must be auto, got int8"):
+        open_model("smollm2", "bfloat16", None, device="npu:0", kv_dtype="int8")
+    rounded, plain = open_model("smollm2", "bfloat16", None, kv_dtype="int8"), open_model("smollm2", "bfloat16", None)
+    assert rounded.fingerprint == f"{plain.fingerprint}-kv8"
+    assert rounded.layout(16).fingerprint != plain.layout(16).fingerprint
+
+
 def test_workers_whose_8_bits_differ_are_not_paired(npu: Npu) -> None:
     cpu = open_model("smollm2", "bfloat16", None, "int8").fingerprint
     assert open_model("smollm2", "bfloat16", None, "int8", device="npu:0").fingerprint == f"{cpu}-npu"
