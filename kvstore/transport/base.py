@@ -92,10 +92,10 @@ class Transport(ABC):
     asks_owner = False
     """Whether `connect` waits for the owner, so that it belongs into a thread."""
 
-    def open(self, memory: BlockMemory, network: Network) -> None:
+    def open(self, memory: BlockMemory, network: Network) -> None:  # noqa: B027 - most need nothing
         """Takes what this needs for as long as the worker lives. Raises ConfigError if it cannot be had."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most need nothing
         """Gives it back; nobody reads `memory` through this any more."""
 
     @abstractmethod

@@ -27,10 +27,12 @@ from harness import (
     expected,
     gated,
 )
+from transports_here import TRANSPORTS
 
 from engine.kv_reader import check_name
 from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
+from kvstore.transport import mooncake as mooncake_transport
 from kvstore.transport import shm as shm_transport
 from prefill_svc.service import PrefillService
 from protos import worker_pb2, worker_pb2_grpc
@@ -38,6 +40,7 @@ from runtime.rpc import Server
 from runtime.status import StatusReporter
 
 LONG = (PROMPT * 3)[:250]
+READERS = {"shm": shm_transport.Reader, "grpc": grpc_transport.Reader, "mooncake": mooncake_transport.Reader}
 Code = grpc.StatusCode
 
 
@@ -282,11 +285,11 @@ async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
         await c.balanced()
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_are_not_freed_under_a_copy_that_cannot_be_stopped(transport, monkeypatch):
     """Cancelled while a thread writes: whoever got the blocks next would find foreign bytes in them."""
     entered, proceed, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
-    reader_class = {"shm": shm_transport.Reader, "grpc": grpc_transport.Reader}[transport]
+    reader_class = READERS[transport]
     receive = reader_class.receive
 
     def slow(*arguments: Any) -> int:
