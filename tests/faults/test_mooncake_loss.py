@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import PROMPT, request_of
-from conftest import all_proved
 from processes import System
-from streaming import MANY, Streaming, busy_prefill, long_prompt, until_load
+from streaming import MANY, Streaming, all_proved, busy_prefill, long_prompt, until_load
 from transports_here import needs_mooncake
 
 from protos import inference_pb2_grpc
