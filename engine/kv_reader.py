@@ -29,7 +29,7 @@ from kvstore import transport as transports
 from kvstore.hashing import attempt_label
 from kvstore.layout import KVLayout
 from kvstore.memory import BlockMemory
-from kvstore.transport.base import Frame, Reader, Transport, TransportError, add_to_checksum
+from kvstore.transport.base import Frame, OwnerUnreachable, Reader, Transport, TransportError, add_to_checksum
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.doors import NO_PASS, Pass
 from runtime.errors import BatonError
@@ -350,7 +350,8 @@ def _check(error: grpc.aio.AioRpcError | TransportError | KVLost) -> worker_pb2.
     if isinstance(error, KVLost):
         return error.check
     if isinstance(error, TransportError):
-        return worker_pb2.KV_CHECK_BLOCKS
+        is_gone = isinstance(error, OwnerUnreachable)
+        return worker_pb2.KV_CHECK_REACHABLE if is_gone else worker_pb2.KV_CHECK_BLOCKS
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith("epoch"):
         return worker_pb2.KV_CHECK_EPOCH
     return _CHECKS.get(error.code(), worker_pb2.KV_CHECK_REACHABLE)

@@ -25,6 +25,10 @@ class TransportError(BatonError):
     reason = "TRANSPORT"
 
 
+class OwnerUnreachable(TransportError):
+    """The owner is gone, or its memory cannot be read from here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """What a transport with sockets of its own may do."""

@@ -22,7 +22,15 @@ from typing import Any
 from kvstore.layout import KVLayout
 from kvstore.memory import SECRET_BYTES, BlockMemory, neighbours
 from kvstore.transport import base
-from kvstore.transport.base import Frame, Network, TransportError, check_block_ids, check_offer, proof_of
+from kvstore.transport.base import (
+    Frame,
+    Network,
+    OwnerUnreachable,
+    TransportError,
+    check_block_ids,
+    check_offer,
+    proof_of,
+)
 from runtime.errors import ConfigError
 
 PROTOCOLS = {"cpu": "tcp", "npu": "ascend"}
@@ -208,7 +216,7 @@ class _Engine:
             raise TransportError(f"mooncake: the engine does not take {sum(sizes)} bytes of KV pool")
 
     def read(self, session: str, parts: Iterable[Part]) -> None:
-        """Reads all of them. When it returns or raises nothing is under way. Raises TransportError."""
+        """Reads all of them. When it returns or raises nothing is under way. Raises OwnerUnreachable."""
         under_way: deque[int] = deque()
         is_good = True
         for here, there, num_bytes in parts:
@@ -222,7 +230,7 @@ class _Engine:
         for transfer in under_way:
             is_good = self._ends_well(transfer) and is_good
         if not is_good:
-            raise TransportError(f"mooncake: {session} cannot be read from")
+            raise OwnerUnreachable(f"mooncake: {session} cannot be read from")
 
     def _ends_well(self, transfer: int) -> bool:
         """Waits for it; the engine ends each whose connection breaks or on which nothing moves."""

@@ -27,7 +27,7 @@ from kvstore.device_memory import DeviceMemory
 from kvstore.layout import KVLayout
 from kvstore.memory import BlockMemory, PoolMemory
 from kvstore.transport import mooncake
-from kvstore.transport.base import Frame, Network, TransportError
+from kvstore.transport.base import Frame, Network, OwnerUnreachable, TransportError
 from runtime.errors import ConfigError
 
 LAYOUT = KVLayout(num_layers=4, block_size=16, num_kv_heads=4, head_dim=64, dtype="float32")  # 128 KiB a block
@@ -130,7 +130,7 @@ def test_a_killed_owner_is_noticed_within_a_second(when: str, owner: Owner, open
     else:
         killing = threading.Timer(0.05, owner.send, (signal.SIGKILL,))
         killing.start()
-    with pytest.raises(TransportError, match="cannot be read from"):
+    with pytest.raises(OwnerUnreachable, match="cannot be read from"):
         while True:
             before_s = time.monotonic()
             reader.receive(Frame(tuple(blocks)), memory, blocks)
@@ -146,7 +146,7 @@ def test_an_owner_that_stands_still_is_given_up_and_nothing_is_written_after(
     reader = opened.connect(owner.offer, LAYOUT, "nonce")
     blocks = list(range(NUM_BLOCKS))
     owner.send(signal.SIGSTOP)
-    with pytest.raises(TransportError, match="cannot be read from"):
+    with pytest.raises(OwnerUnreachable, match="cannot be read from"):
         reader.receive(Frame(tuple(blocks)), memory, blocks)
     rubbish = np.full((LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.plane_block_bytes), 0xEE, dtype=np.uint8)
     memory.write_blocks(blocks, rubbish, blocks)

@@ -34,6 +34,7 @@ from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
 from kvstore.transport import mooncake as mooncake_transport
 from kvstore.transport import shm as shm_transport
+from kvstore.transport.base import OwnerUnreachable
 from prefill_svc.service import PrefillService
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.rpc import Server
@@ -283,6 +284,18 @@ async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
         assert record.failed_check == worker_pb2.KV_CHECK_READER
         prefilling.cancel()
         await c.balanced()
+
+
+async def test_an_owner_whose_memory_cannot_be_read_is_out_of_reach(monkeypatch):
+    """Though its calls answer: the count of what was lost says where to look."""
+
+    def fail(*_: Any) -> int:
+        raise OwnerUnreachable("nothing moves")
+
+    async with cell(kv_transports=("grpc",)) as c:
+        monkeypatch.setattr(grpc_transport.Reader, "receive", fail)
+        record = await answer_through(c, FalseOwner(c))
+        assert (record.outcome, record.failed_check) == (KV_LOST, REACHABLE) and "nothing moves" in record.detail
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
