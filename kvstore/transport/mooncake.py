@@ -11,11 +11,12 @@ Offer: `session` (host:port of the engine), `layout`, `planes` and `secret` (add
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hmac import compare_digest
 from typing import Any
 
@@ -36,21 +37,20 @@ from runtime.errors import ConfigError
 PROTOCOLS = {"cpu": "tcp", "npu": "ascend"}
 """How the engine reads a device's memory, by the device."""
 PORTS = range(15_000, 16_000)
-"""Where engines listen, on every address of their host: two ports each, two engines a worker."""
+"""Where engines listen, on every address of their host: two ports each."""
 FRAME_BYTES = 64 * 2**20
 """Data a frame stands for at most, unless one block is more: a reader that was cancelled ends with its frame."""
 NUM_AT_ONCE = 16
-"""Transfers of one `receive` that are under way: enough for the engine's connections, few to wait for when the owner
-stands still."""
+"""Connections to an owner, and transfers that are under way. None waits for a connection: the engine would let it wait
+a second for a new one when an owner dies, and for each connection to be given up when one stands still."""
 NO_PROGRESS_S = 2
 """A connection on which nothing moves for so long is given up."""
 _SETTINGS = {
     "MC_MIN_RPC_PORT": str(PORTS.start),
     "MC_MAX_RPC_PORT": str(PORTS.stop - 1),
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    "MC_TCP_LANES_PER_PEER": "4",
+    "MC_TCP_LANES_PER_PEER": str(NUM_AT_ONCE),
     "MC_TCP_SLICE_SIZE": str(2**20),
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": str(NO_PROGRESS_S),
     "MC_TCP_STATUS_TIMEOUT_SEC": str(NO_PROGRESS_S),
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
@@ -76,6 +76,7 @@ class Reader(base.Reader):
         self._session = session
         self._planes = planes
         self._num_blocks = num_blocks
+        self._receiving = threading.Lock()
 
     def receive(self, frame: Frame, memory: BlockMemory, dest_block_ids: Sequence[int]) -> int:
         """As the base says; `memory` is the pool that the transport was opened for."""
@@ -90,7 +91,8 @@ class Reader(base.Reader):
             for first, to, length in neighbours(frame.block_ids, dest_block_ids)
             for here, there in planes
         )
-        engine.read(self._session, parts)
+        with self._receiving:
+            engine.read(self._session, parts)
         return len(dest_block_ids) * self.layout.block_bytes
 
     def close(self) -> None:
@@ -107,16 +109,16 @@ class Transport(base.Transport):
 
     def __init__(self) -> None:
         self._serving: _Engine | None = None
-        self._reading: _Engine | None = None
+        self._reading: _Engine | None = None  # the same, until it is found to remember an owner that is gone
         self._met: set[str] = set()  # sessions that `_reading` remembers
         self._secret = (ctypes.c_char * SECRET_BYTES)()
         self._landing = (ctypes.c_char * SECRET_BYTES)()
         self._connecting = threading.Lock()
-        self._new_reading: Any = None
+        self._start_engine: Callable[[], _Engine] | None = None
 
     def open(self, memory: BlockMemory, network: Network) -> None:
-        """As the base says: starts two engines, one that others read from and one that reads, which on CPUs has nothing
-        to be read. Raises ConfigError without the package, or where nobody said that the network is trusted."""
+        """As the base says: starts an engine and registers the pool. Raises ConfigError without the package, or where
+        nobody said that the network is trusted."""
         if not network.is_trusted:
             raise ConfigError(
                 f"--kv-transports: mooncake asks nobody who they are, so whoever reaches ports {PORTS.start} to "
@@ -131,18 +133,17 @@ class Transport(base.Transport):
             raise ConfigError(f"--kv-transports: mooncake reads memory of {kinds} devices, got {memory.device_kind}")
         self._secret.raw = memory.secret
         plane_bytes = memory.ceiling * memory.layout.plane_block_bytes
-        pool = [(address, plane_bytes) for address in memory.plane_addresses()]
-        landing = [(ctypes.addressof(self._landing), SECRET_BYTES)]
-        self._new_reading = lambda: _Engine(network.host, protocol, [*pool, *landing] if protocol != "tcp" else [])
+        regions = [(address, plane_bytes) for address in memory.plane_addresses()]
+        regions += [(ctypes.addressof(each), SECRET_BYTES) for each in (self._secret, self._landing)]
+        self._start_engine = functools.partial(_Engine, network.host, protocol, regions)
         try:
-            self._serving = _Engine(network.host, protocol, [*pool, (ctypes.addressof(self._secret), SECRET_BYTES)])
-            self._reading = self._new_reading()
+            self._serving = self._reading = self._start_engine()
         except TransportError as error:
             raise ConfigError(f"--kv-transports: {error.message}") from error
 
     def close(self) -> None:
         """As the base says."""
-        self._serving = self._reading = None
+        self._serving = self._reading = self._start_engine = None
 
     def offer(self, memory: BlockMemory, nonce: str = "") -> dict[str, str] | None:
         """As the base says; None before `open`."""
@@ -176,7 +177,7 @@ class Transport(base.Transport):
         if len(planes) != layout.num_planes:
             raise TransportError(f"mooncake: {len(planes)} planes offered, the layout has {layout.num_planes}")
         with self._connecting:
-            if self._reading is None:
+            if self._reading is None or self._start_engine is None:
                 raise TransportError("mooncake: not open here")
             try:
                 self._check_owner(self._reading, session, secret, proof, nonce)
@@ -184,7 +185,7 @@ class Transport(base.Transport):
                 if session not in self._met:
                     raise
                 # Another process had this port, and an engine never asks again who has it.
-                self._reading = self._new_reading()
+                self._reading = self._start_engine()
                 self._met.clear()
                 self._check_owner(self._reading, session, secret, proof, nonce)
             self._met.add(session)

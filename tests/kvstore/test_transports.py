@@ -28,10 +28,16 @@ QUIET = ("shm", "grpc")
 Connect = Callable[[str], base.Reader]
 
 
+def filled_pool(directory: Path) -> PoolMemory:
+    memory = PoolMemory.create(LAYOUT, 16, 12, epoch=1, directory=directory)
+    memory.planes[:, :12] = np.random.default_rng(1).integers(0, 256, (4, 12, 256), dtype=np.uint8)
+    return memory
+
+
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[PoolMemory]:
-    memory = PoolMemory.create(LAYOUT, 16, 12, epoch=1, directory=tmp_path)
-    memory.planes[:, :12] = np.random.default_rng(1).integers(0, 256, (4, 12, 256), dtype=np.uint8)
+    """A pool that a test may change."""
+    memory = filled_pool(tmp_path)
     yield memory
     memory.close()
 
@@ -43,16 +49,24 @@ def reader_memory() -> Iterator[PoolMemory]:
     memory.close()
 
 
-@pytest.fixture
-def connect(owner: PoolMemory) -> Iterator[Connect]:
-    """Connects to `owner`."""
+@pytest.fixture(scope="module")
+def lasting_owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolMemory]:
+    """The pool that `connect` connects to."""
+    memory = filled_pool(tmp_path_factory.mktemp("owner"))
+    yield memory
+    memory.close()
+
+
+@pytest.fixture(scope="module")
+def connect(lasting_owner: PoolMemory) -> Iterator[Connect]:
     opened: dict[str, base.Transport] = {}
 
     def connect(name: str) -> base.Reader:
-        opened.update(transport.open_all([name], owner, Network(is_trusted=True)))
-        parameters = opened[name].offer(owner, "nonce")
+        if name not in opened:
+            opened.update(transport.open_all([name], lasting_owner, Network(is_trusted=True)))
+        parameters = opened[name].offer(lasting_owner, "nonce")
         assert parameters is not None
-        return opened[name].connect(parameters, owner.layout, "nonce")
+        return opened[name].connect(parameters, LAYOUT, "nonce")
 
     yield connect
     transport.close_all(opened)
@@ -86,18 +100,18 @@ def test_unknown_transport() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_round_trip(name: str, owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
+def test_round_trip(name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
     source_ids, dest_ids = [3, 4, 5, 11, 0], [7, 6, 0, 1, 2]
     reader = connect(name)
     before = reader_memory.planes.copy()
     num_done = num_bytes = 0
-    for frame in transport.load(name).serve(owner, source_ids):
+    for frame in transport.load(name).serve(lasting_owner, source_ids):
         assert frame.block_ids == tuple(source_ids[num_done : num_done + len(frame.block_ids)])
         wanted = dest_ids[num_done : num_done + len(frame.block_ids)]
         num_bytes += reader.receive(frame, reader_memory, wanted)
         num_done += len(frame.block_ids)
     assert num_bytes == 5 * LAYOUT.block_bytes and num_done == 5
-    before[:, dest_ids] = owner.planes[:, source_ids]
+    before[:, dest_ids] = lasting_owner.planes[:, source_ids]
     assert (reader_memory.planes == before).all()
 
 
@@ -117,9 +131,9 @@ def test_owner_serves_only_its_blocks(name: str, owner: PoolMemory, block_id: in
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("block_id", [-1, 8, 2**40])
 def test_destination_outside_the_pool(
-    name: str, owner: PoolMemory, reader_memory: PoolMemory, block_id: int, connect: Connect
+    name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, block_id: int, connect: Connect
 ) -> None:
-    reader, frame = connect(name), one_frame(name, owner, [1, 2])
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1, 2])
     with pytest.raises(TransportError, match=f"destination block {block_id} is outside the pool of 8"):
         reader.receive(frame, reader_memory, [0, block_id])
     assert not reader_memory.planes.any()
@@ -127,9 +141,9 @@ def test_destination_outside_the_pool(
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_frame_and_destinations_differ_in_number(
-    name: str, owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
+    name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
 ) -> None:
-    reader, frame = connect(name), one_frame(name, owner, [1, 2])
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1, 2])
     with pytest.raises(TransportError, match="a frame of 2 blocks for 1"):
         reader.receive(frame, reader_memory, [0])
     assert not reader_memory.planes.any()
@@ -138,9 +152,9 @@ def test_frame_and_destinations_differ_in_number(
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_data_of_wrong_length(
-    name: str, change: int, owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
+    name: str, change: int, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
 ) -> None:
-    reader, frame = connect(name), one_frame(name, owner, [1])
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1])
     data = frame.data[:change] if frame.data and change < 0 else frame.data + b"x"
     with pytest.raises(TransportError, match="bytes of data instead of"):
         reader.receive(Frame(frame.block_ids, data), reader_memory, [0])
@@ -148,17 +162,17 @@ def test_data_of_wrong_length(
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_layouts_differ_at_the_reader(name: str, owner: PoolMemory, connect: Connect) -> None:
+def test_layouts_differ_at_the_reader(name: str, lasting_owner: PoolMemory, connect: Connect) -> None:
     other = PoolMemory(KVLayout(2, 4, 4, 4, "float32"), 10)  # as many bytes, other meaning
     other.commit(8)
     with pytest.raises(TransportError, match="KV layouts differ"):
-        connect(name).receive(one_frame(name, owner, [1]), other, [0])
+        connect(name).receive(one_frame(name, lasting_owner, [1]), other, [0])
     other.close()
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_closed_reader(name: str, owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
-    reader, frame = connect(name), one_frame(name, owner, [1])
+def test_closed_reader(name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1])
     reader.close()
     reader.close()
     with pytest.raises(TransportError, match="closed"):
@@ -213,6 +227,10 @@ def shm_offer(owner: PoolMemory, **changes: str) -> dict[str, str]:
     return {**parameters, **changes}
 
 
+def connect_shm(owner: PoolMemory) -> base.Reader:
+    return transport.load("shm").connect(shm_offer(owner), LAYOUT, "nonce")
+
+
 def refuse_shm(parameters: dict[str, str], nonce: str, message: str, layout: KVLayout = LAYOUT) -> None:
     shm = transport.load("shm")
     with pytest.raises(TransportError, match=message):
@@ -262,24 +280,24 @@ def test_shm_layouts_differ(owner: PoolMemory) -> None:
 
 
 @pytest.mark.parametrize("block_id", [-1, 12, 16, 2**40])
-def test_shm_source_outside_the_pool(connect: Connect, reader_memory: PoolMemory, block_id: int) -> None:
-    reader = connect("shm")
+def test_shm_source_outside_the_pool(owner: PoolMemory, reader_memory: PoolMemory, block_id: int) -> None:
+    reader = connect_shm(owner)
     with pytest.raises(TransportError, match=f"source block {block_id} is outside the pool of 12"):
         reader.receive(Frame((0, block_id)), reader_memory, [0, 1])
     assert not reader_memory.planes.any()
 
 
-def test_shm_reads_blocks_added_later(owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
-    reader = connect("shm")
+def test_shm_reads_blocks_added_later(owner: PoolMemory, reader_memory: PoolMemory) -> None:
+    reader = connect_shm(owner)
     owner.commit(16)
     owner.planes[:, 15] = 200
     reader.receive(one_frame("shm", owner, [15]), reader_memory, [0])
     assert (reader_memory.planes[:, 0] == 200).all()
 
 
-def test_shm_reader_outlives_the_file(owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
+def test_shm_reader_outlives_the_file(owner: PoolMemory, reader_memory: PoolMemory) -> None:
     """A worker that ends takes the name away, never the pages from under a reader."""
-    reader = connect("shm")
+    reader = connect_shm(owner)
     expected = owner.planes[:, 3].copy()
     owner.close()
     reader.receive(Frame((3,)), reader_memory, [0])
