@@ -196,7 +196,7 @@ def test_engines_listen_on_the_ports_that_are_promised(opened: Any, memory: Bloc
     assert len([port for port in listening if port in mooncake.PORTS]) >= 4
     transport.close_all({"mooncake": opened})
     assert listening - _listening_ports() <= set(mooncake.PORTS)
-    assert len(listening - _listening_ports()) == 4
+    assert len(listening - _listening_ports()) == 2
 
 
 def _listening_ports() -> set[int]:
