@@ -56,7 +56,7 @@ _SETTINGS = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""The engine takes settings from nowhere else than the environment of its process."""
+"""The engine takes settings from nowhere else than the environment of its process, most of them when it is imported."""
 _POLL_S = 100e-6
 _NOT_STARTED = (0, -1, 2**64 - 1)
 _ENDED_WELL, _FAILED = 1, -1
@@ -202,10 +202,10 @@ class _Engine:
 
     def __init__(self, host: str, protocol: str, regions: Sequence[tuple[int, int]]) -> None:
         """Raises ConfigError without the package, TransportError if the engine does not start."""
-        os.environ.update(_SETTINGS)
+        engine_class = import_engine()
         if protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"  # else it takes RDMA where there is any
-        self._engine = import_engine()()
+        self._engine = engine_class()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if code:
             ports = f"two free ports from {PORTS.start} to {PORTS.stop - 1}"
@@ -241,7 +241,8 @@ class _Engine:
 
 
 def import_engine() -> Any:
-    """The engine's class. Raises ConfigError, which says what is missing."""
+    """The engine's class, with our settings. Raises ConfigError, which says what is missing."""
+    os.environ.update(_SETTINGS)
     try:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:

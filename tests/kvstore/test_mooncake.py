@@ -80,9 +80,16 @@ def owner() -> Iterator[Owner]:
     one.end()
 
 
-@pytest.fixture(params=["host", "device"])
-def memory(request: pytest.FixtureRequest) -> Iterator[BlockMemory]:
-    """Where blocks are read to."""
+@pytest.fixture(scope="module")
+def lasting_owner() -> Iterator[Owner]:
+    """For tests that do it no harm."""
+    one = Owner()
+    yield one
+    one.end()
+
+
+@pytest.fixture(scope="module", params=["host", "device"])
+def lasting_memory(request: pytest.FixtureRequest) -> Iterator[BlockMemory]:
     one: BlockMemory
     if request.param == "host":
         one = PoolMemory(LAYOUT, NUM_BLOCKS)
@@ -94,10 +101,27 @@ def memory(request: pytest.FixtureRequest) -> Iterator[BlockMemory]:
 
 
 @pytest.fixture
-def opened(memory: BlockMemory) -> Iterator[transport.Transport]:
-    transports = transport.open_all(["mooncake"], memory, TRUSTED)
+def memory(lasting_memory: BlockMemory) -> BlockMemory:
+    """Where blocks are read to; all zeros."""
+    blocks = range(NUM_BLOCKS)
+    lasting_memory.write_blocks(blocks, np.zeros_like(lasting_memory.read_blocks(blocks)), blocks)
+    return lasting_memory
+
+
+@pytest.fixture(scope="module")
+def opened(lasting_memory: BlockMemory) -> Iterator[transport.Transport]:
+    transports = transport.open_all(["mooncake"], lasting_memory, TRUSTED)
     yield transports["mooncake"]
     transport.close_all(transports)
+
+
+@pytest.fixture
+def spare() -> Iterator[PoolMemory]:
+    """Memory for transports that are opened by the test, or are not."""
+    one = PoolMemory(LAYOUT, 4)
+    one.commit(4)
+    yield one
+    one.close()
 
 
 def found(memory: BlockMemory, blocks: list[int]) -> list[int]:
@@ -108,11 +132,11 @@ def found(memory: BlockMemory, blocks: list[int]) -> list[int]:
 
 
 @needs_mooncake
-def test_scattered_blocks_of_another_process(owner: Owner, opened: Any, memory: BlockMemory) -> None:
+def test_scattered_blocks_of_another_process(lasting_owner: Owner, opened: Any, memory: BlockMemory) -> None:
     """No two are neighbours on both sides, which takes more transfers than are under way at once."""
     source = list(range(0, NUM_BLOCKS, 2))
     destination = list(range(NUM_BLOCKS - 1, 0, -2))
-    reader = opened.connect(owner.offer, LAYOUT, "nonce")
+    reader = opened.connect(lasting_owner.offer, LAYOUT, "nonce")
     assert reader.receive(Frame(tuple(source)), memory, destination) == len(source) * LAYOUT.block_bytes
     assert found(memory, destination) == source
     assert found(memory, list(range(0, NUM_BLOCKS, 2))) == [0] * 128
@@ -157,46 +181,52 @@ def test_an_owner_that_stands_still_is_given_up_and_nothing_is_written_after(
 
 
 @needs_mooncake
-def test_another_process_at_the_same_port(owner: Owner, opened: Any, memory: BlockMemory) -> None:
+def test_another_process_at_the_same_port(lasting_owner: Owner, opened: Any, memory: BlockMemory) -> None:
     """What answers there has not made the offer, though it has memory at that address."""
-    parameters = {**owner.offer, "proof": "00" * 16}
+    parameters = {**lasting_owner.offer, "proof": "00" * 16}
     with pytest.raises(TransportError, match="did not make the offer"):
         opened.connect(parameters, LAYOUT, "nonce")
     with pytest.raises(TransportError, match="did not make the offer"):
-        opened.connect(owner.offer, LAYOUT, "another nonce")
-    opened.connect(owner.offer, LAYOUT, "nonce").receive(Frame((9,)), memory, [3])
+        opened.connect(lasting_owner.offer, LAYOUT, "another nonce")
+    opened.connect(lasting_owner.offer, LAYOUT, "nonce").receive(Frame((9,)), memory, [3])
     assert found(memory, [3]) == [9]
 
 
 @needs_mooncake
 def test_an_engine_forgets_who_had_a_port_before(
-    owner: Owner, opened: Any, memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+    lasting_owner: Owner, spare: PoolMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine remembers what was at a session's address; what fails there is tried by a new one, once."""
-    opened.connect(owner.offer, LAYOUT, "nonce")
-    read, calls = mooncake._Engine.read, []
+    opened = transport.open_all(["mooncake"], spare, TRUSTED)
+    one = opened["mooncake"]
+    one.connect(lasting_owner.offer, LAYOUT, "nonce")
+    read, engines = mooncake._Engine.read, []
 
     def stale_at_first(engine: Any, session: str, parts: Any) -> None:
-        calls.append(engine)
-        if engine is calls[0]:
+        engines.append(engine)
+        if engine is engines[0]:
             raise TransportError("connected to who is gone")
         read(engine, session, parts)
 
     monkeypatch.setattr(mooncake._Engine, "read", stale_at_first)
-    reader = opened.connect(owner.offer, LAYOUT, "nonce")
-    reader.receive(Frame((9,)), memory, [3])
-    assert found(memory, [3]) == [9] and len(set(map(id, calls))) == 2
+    reader = one.connect(lasting_owner.offer, LAYOUT, "nonce")
+    reader.receive(Frame((9,)), spare, [3])
+    assert found(spare, [3]) == [9] and len(set(map(id, engines))) == 2
+    engines.clear()
+    reader.close()
+    transport.close_all(opened)
 
 
 @needs_mooncake
-def test_engines_listen_on_the_ports_that_are_promised(opened: Any, memory: BlockMemory) -> None:
+def test_engines_listen_on_the_ports_that_are_promised(spare: PoolMemory) -> None:
     """And nowhere else: firewalls are made after it."""
-    listening = {port for port in _listening_ports() if port >= 1024}
-    assert int(opened.offer(memory)["session"].rpartition(":")[2]) in listening
-    assert len([port for port in listening if port in mooncake.PORTS]) >= 4
-    transport.close_all({"mooncake": opened})
-    assert listening - _listening_ports() <= set(mooncake.PORTS)
-    assert len(listening - _listening_ports()) == 2
+    before = _listening_ports()
+    opened = transport.open_all(["mooncake"], spare, TRUSTED)
+    new = _listening_ports() - before
+    assert len(new) == 2 and new <= set(mooncake.PORTS)
+    assert int(opened["mooncake"].offer(spare)["session"].rpartition(":")[2]) in new  # type: ignore[index]
+    transport.close_all(opened)
+    assert not new & _listening_ports()
 
 
 def _listening_ports() -> set[int]:
@@ -219,11 +249,11 @@ def _listening_ports() -> set[int]:
 
 
 @needs_mooncake
-def test_an_owner_that_cannot_be_reached(owner: Owner, opened: Any) -> None:
+def test_an_owner_that_cannot_be_reached(lasting_owner: Owner, opened: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(TransportError, match=f"127.0.0.1:{port} cannot be read from"):
-        opened.connect({**owner.offer, "session": f"127.0.0.1:{port}"}, LAYOUT, "nonce")
+        opened.connect({**lasting_owner.offer, "session": f"127.0.0.1:{port}"}, LAYOUT, "nonce")
 
 
 @needs_mooncake
@@ -237,15 +267,15 @@ def test_an_owner_that_cannot_be_reached(owner: Owner, opened: Any) -> None:
         ("layout", "other", "KV layouts differ"),
     ],
 )
-def test_offers_that_do_not_fit(name: str, value: str, message: str, owner: Owner, opened: Any) -> None:
+def test_offers_that_do_not_fit(name: str, value: str, message: str, lasting_owner: Owner, opened: Any) -> None:
     with pytest.raises(TransportError, match=message):
-        opened.connect({**owner.offer, name: value}, LAYOUT, "nonce")
+        opened.connect({**lasting_owner.offer, name: value}, LAYOUT, "nonce")
 
 
 @needs_mooncake
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS, 2**40])
-def test_source_outside_the_pool(block_id: int, owner: Owner, opened: Any, memory: BlockMemory) -> None:
-    reader = opened.connect(owner.offer, LAYOUT, "nonce")
+def test_source_outside_the_pool(block_id: int, lasting_owner: Owner, opened: Any, memory: BlockMemory) -> None:
+    reader = opened.connect(lasting_owner.offer, LAYOUT, "nonce")
     with pytest.raises(TransportError, match=f"source block {block_id} is outside the pool of {NUM_BLOCKS}"):
         reader.receive(Frame((1, block_id)), memory, [0, 1])
     assert found(memory, [0, 1]) == [0, 0]
@@ -257,17 +287,17 @@ def refused(memory: BlockMemory, network: Network) -> str:
     return caught.value.message
 
 
-def test_not_without_a_trusted_network(memory: BlockMemory) -> None:
-    assert "ports 15000 to 15999" in (message := refused(memory, Network())) and "--trusted-transfer-network" in message
+def test_not_without_a_trusted_network(spare: PoolMemory) -> None:
+    assert "ports 15000 to 15999" in (message := refused(spare, Network())) and "--trusted-transfer-network" in message
 
 
-def test_not_for_memory_that_the_engine_cannot_read(memory: BlockMemory) -> None:
-    memory.device_kind = "cuda"
-    assert "reads memory of cpu and npu devices, got cuda" in refused(memory, TRUSTED)
+def test_not_for_memory_that_the_engine_cannot_read(spare: PoolMemory) -> None:
+    spare.device_kind = "cuda"
+    assert "reads memory of cpu and npu devices, got cuda" in refused(spare, TRUSTED)
 
 
-def test_not_by_ipv6(memory: BlockMemory) -> None:
-    assert "needs an IPv4 address or a name, got [::1]" in refused(memory, Network("[::1]", is_trusted=True))
+def test_not_by_ipv6(spare: PoolMemory) -> None:
+    assert "needs an IPv4 address or a name, got [::1]" in refused(spare, Network("[::1]", is_trusted=True))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +308,7 @@ def test_not_by_ipv6(memory: BlockMemory) -> None:
     ],
 )
 def test_what_is_missing_is_named(
-    missing: ImportError, message: str, memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+    missing: ImportError, message: str, spare: PoolMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Missing:
         def find_spec(self, name: str, *_: object) -> None:
@@ -290,8 +320,8 @@ def test_what_is_missing_is_named(
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(ConfigError, match=message):
-        transport.open_all(["mooncake"], memory, TRUSTED)
+        transport.open_all(["mooncake"], spare, TRUSTED)
 
 
-def test_nothing_is_offered_before_it_is_open(memory: BlockMemory) -> None:
-    assert transport.offers({"mooncake": transport.load("mooncake")}, memory) == []
+def test_nothing_is_offered_before_it_is_open(spare: PoolMemory) -> None:
+    assert transport.offers({"mooncake": transport.load("mooncake")}, spare) == []
