@@ -257,6 +257,14 @@ def test_an_owner_that_cannot_be_reached(lasting_owner: Owner, opened: Any) -> N
 
 
 @needs_mooncake
+def test_only_the_pool_can_be_read(lasting_owner: Owner, opened: Any) -> None:
+    """The page before its first plane is the owner's as well, and was not registered."""
+    before = int(lasting_owner.offer["planes"].partition(",")[0]) - 64
+    with pytest.raises(OwnerUnreachable, match="cannot be read from"):
+        opened.connect({**lasting_owner.offer, "secret": str(before)}, LAYOUT, "nonce")
+
+
+@needs_mooncake
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
