@@ -160,7 +160,8 @@ def test_handoff() -> None:
     lengths = ["4", "16", "64", "64-chunked"]
     assert list(rows) == [f"{transport}-{length}" for transport in transports for length in lengths]
     assert all(row["other_transport"] == 0 and row["handoff_ms"]["mean"] > 0 for row in rows.values())
-    assert all(row["exposed_percent"]["mean"] > 0 and row["handoff_mib_s"] > 0 for row in rows.values())
+    assert all(row["exposed_percent"]["mean"] > 0 for row in rows.values())
+    assert {name for name, row in rows.items() if "handoff_mib_s" not in row} == {f"{t}-64-chunked" for t in transports}
     assert {rows[f"{transport}-64"]["kv_bytes"] for transport in transports} == {64 * 32}
 
 
