@@ -124,7 +124,10 @@ class ServeConfig:
     expected_sequence_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Tokens that a sequence usually has: memory for as many sequences as a worker may hold is taken at its start."""
     kv_transports: tuple[str, ...] | None = field(default=None, metadata=_in("Workers"))
-    """Transports to offer, of shm, grpc, ...; default: all."""
+    """Transports to offer, of shm, grpc, mooncake; default: shm and grpc."""
+    trusted_transfer_network: bool = field(default=False, metadata=_in("Workers"))
+    """Nobody but workers can reach ports 15000 to 15999, where transport mooncake reads and writes KV for whoever asks;
+    without this it is not used."""
     speculation: str | None = field(default=None, metadata=_in("Workers"))
     """Who drafts tokens for decode steps to check, so that one step may yield several: none; ngram, which looks up what
     followed the last tokens earlier in the text; self, the model in 8 bits; draft_model. Answers stay the same."""

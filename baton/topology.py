@@ -50,6 +50,7 @@ WORKER_OPTIONS = (
     "acceptance_threshold",
     "spec_memory_budget_mb",
     "kv_transports",
+    "trusted_transfer_network",
 )
 ROUTER_OPTIONS = (
     "served_model_name",

@@ -147,7 +147,11 @@ class WorkerConfig:
     """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
     by gRPC."""
     kv_transports: tuple[str, ...] = field(default=("shm", "grpc"), metadata=_in("KV cache"))
-    """Transports this worker offers and uses, of those in kvstore/transport."""
+    """Transports this worker offers and uses, of those in kvstore/transport. The best that two workers have is taken:
+    shm before mooncake before grpc. mooncake needs its package and --trusted-transfer-network."""
+    trusted_transfer_network: bool = field(default=False, metadata=_in("KV cache"))
+    """The network lets nobody but workers reach this one's ports 15000 to 15999, where transport mooncake reads and
+    writes KV for whoever asks."""
     kv_lease_ttl_s: float = field(default=30.0, metadata=_in("KV cache", min=0.1))
     """How long computed KV waits for a silent reader."""
 
@@ -205,6 +209,11 @@ class WorkerConfig:
     def shared_memory_dir(self) -> Path | None:
         """Where the pool's file lies; None for private memory."""
         return None if self.kv_shared_memory_dir == "none" else Path(self.kv_shared_memory_dir)
+
+    @property
+    def reached_host(self) -> str:
+        """Name or address under which other workers reach this one."""
+        return self.host if self.advertise_address is None else self.advertise_address.rpartition(":")[0]
 
     def cpu_set(self) -> set[int] | None:
         """The CPUs of `cpus`. Raises ConfigError for text that is no list of CPU numbers."""

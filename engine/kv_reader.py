@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvstore import transport as transports
 from kvstore.hashing import attempt_label
 from kvstore.layout import KVLayout
 from kvstore.memory import BlockMemory
-from kvstore.transport.base import Frame, Reader, TransportError, add_to_checksum
+from kvstore.transport.base import Frame, OwnerUnreachable, Reader, Transport, TransportError, add_to_checksum
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.doors import NO_PASS, Pass
 from runtime.errors import BatonError
@@ -109,12 +109,12 @@ class KVReader:
     """Fetches KV for one worker."""
 
     def __init__(
-        self, memory: BlockMemory, layout: KVLayout, transport_names: Sequence[str], shown: Pass = NO_PASS
+        self, memory: BlockMemory, layout: KVLayout, opened: Mapping[str, Transport], shown: Pass = NO_PASS
     ) -> None:
-        """`shown` is what owners ask of callers."""
+        """`opened` are this worker's transports, `shown` is what owners ask of callers."""
         self._memory = memory
         self._layout = layout
-        self._transport_names = transport_names
+        self._transports = opened
         self._shown = shown
         self.ready_rate = Rate()
         """Bytes a second of fetches for which nothing had to be computed."""
@@ -297,8 +297,11 @@ class KVReader:
                 raise KVLost(text, worker_pb2.KV_CHECK_LAYOUT)
             offers = [(offer.name, dict(offer.parameters)) for offer in described.transports]
             try:
-                transport, parameters = transports.choose(self._transport_names, offers, self._layout, nonce)
-                reader = transport.connect(parameters, self._layout, nonce)
+                arguments = self._transports, offers, self._layout, nonce
+                if any(transport.asks_owner for transport in self._transports.values()):
+                    transport, reader = await asyncio.to_thread(transports.choose, *arguments)
+                else:
+                    transport, reader = transports.choose(*arguments)
             except TransportError as error:
                 raise KVLost(error.message, worker_pb2.KV_CHECK_LAYOUT) from error
         except BaseException:
@@ -347,7 +350,8 @@ def _check(error: grpc.aio.AioRpcError | TransportError | KVLost) -> worker_pb2.
     if isinstance(error, KVLost):
         return error.check
     if isinstance(error, TransportError):
-        return worker_pb2.KV_CHECK_BLOCKS
+        is_gone = isinstance(error, OwnerUnreachable)
+        return worker_pb2.KV_CHECK_REACHABLE if is_gone else worker_pb2.KV_CHECK_BLOCKS
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith("epoch"):
         return worker_pb2.KV_CHECK_EPOCH
     return _CHECKS.get(error.code(), worker_pb2.KV_CHECK_REACHABLE)

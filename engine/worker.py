@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +40,8 @@ from kvstore.leases import LeaseTable
 from kvstore.memory import BlockMemory
 from kvstore.metadata import open_store
 from kvstore.metadata.base import MetadataStore, StoreUnavailable, WorkerRecord
+from kvstore.transport import close_all, open_all
+from kvstore.transport.base import Network, Transport
 from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs
 from runtime.doors import Cluster, open_cluster
@@ -97,6 +99,8 @@ class WorkerParts:
     """Promises to readers."""
     memory: BlockMemory
     """The pool's bytes."""
+    transports: Mapping[str, Transport]
+    """How blocks come and go, by name."""
     drafter: Drafter | None
     """Guesses tokens, for steps that decode; None: nobody does."""
     cluster: Cluster
@@ -187,6 +191,9 @@ class Worker:
             epoch = secrets.randbits(63)
             memory = open_memory(config, model, layout, epoch)
             stack.callback(memory.close)
+            network = Network(config.reached_host, config.trusted_transfer_network)
+            transports = open_all(config.kv_transports, memory, network)
+            stack.callback(close_all, transports)
             self._status.loading(0.0, "weights")
             # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
             # for each other by sleeping, not spinning, as soon as it counts more than there are CPUs.
@@ -197,7 +204,7 @@ class Worker:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
-            parts = self._build_parts(model, layout, epoch, memory, drafter)
+            parts = self._build_parts(model, layout, epoch, memory, transports, drafter)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
             step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
@@ -205,7 +212,7 @@ class Worker:
             service = WorkerService(
                 parts.identity,
                 memory,
-                config.kv_transports,
+                transports,
                 parts.leases,
                 parts.holdings.sessions,
                 SessionHandoff(parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off),
@@ -303,7 +310,13 @@ class Worker:
         )
 
     def _build_parts(
-        self, model: ModelParts, layout: KVLayout, epoch: int, memory: BlockMemory, drafter: Drafter | None
+        self,
+        model: ModelParts,
+        layout: KVLayout,
+        epoch: int,
+        memory: BlockMemory,
+        transports: Mapping[str, Transport],
+        drafter: Drafter | None,
     ) -> WorkerParts:
         config, ceiling = self._config, memory.ceiling
         max_model_len = config.max_model_len or min(model.max_context, ceiling * layout.block_size)
@@ -344,6 +357,7 @@ class Worker:
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,
+            transports=transports,
             drafter=drafter,
             cluster=open_cluster(config),
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from kvstore.layout import KVLayout
 from kvstore.leases import Lease, LeaseState, LeaseTable
 from kvstore.memory import BlockMemory
 from kvstore.sessions import SessionTable
-from kvstore.transport.base import Frame, add_to_checksum
+from kvstore.transport.base import Frame, Transport, add_to_checksum
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from runtime.metrics import Family
@@ -88,7 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self,
         identity: Identity,
         memory: BlockMemory,
-        transport_names: Sequence[str],
+        opened: Mapping[str, Transport],
         leases: LeaseTable,
         sessions: SessionTable,
         handoff: SessionHandoff,
@@ -107,7 +107,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self.next_role: asyncio.Future[inference_pb2.WorkerRole] = asyncio.get_running_loop().create_future()
         """Done when the worker is empty and is to start again in that role."""
         self._memory = memory
-        self._transports = {name: transports.load(name) for name in transport_names}
+        self._transports = opened
         self._role = role
         self._on_drain = on_drain
         self._is_ending = False

@@ -36,6 +36,7 @@ class DeviceMemory(BlockMemory):
         self.planes = [plane.view(num_blocks, layout.plane_block_bytes) for plane in planes]
         """Bytes [ceiling + num_scratch_blocks, plane_block_bytes] int8 of each plane."""
         self.num_blocks = ceiling
+        self.device_kind = device.type
         self._device = device
 
     def commit(self, num_blocks: int) -> None:
@@ -65,6 +66,10 @@ class DeviceMemory(BlockMemory):
             content = torch.from_numpy(source[:, first : first + length].copy().view(np.int8))
             for plane, blocks in zip(self.planes, content, strict=True):
                 plane[to : to + length].copy_(blocks)
+
+    def plane_addresses(self) -> list[int]:
+        """As the base says."""
+        return [plane.data_ptr() for plane in self.planes]
 
     def close(self) -> None:
         """As the base says; they go when the last tensor over them goes."""

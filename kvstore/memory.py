@@ -60,6 +60,9 @@ class PoolFileError(BatonError):
 class BlockMemory(ABC):
     """A pool's bytes, wherever they are: this machine's memory (`PoolMemory`) or a device's (`device_memory.py`)."""
 
+    device_kind = "cpu"
+    """Whose memory it is, as torch calls it."""
+
     def __init__(self, layout: KVLayout, ceiling: int, shared_path: Path | None = None) -> None:
         """Raises ValueError for a ceiling below 1."""
         if ceiling < 1:
@@ -91,6 +94,10 @@ class BlockMemory(ABC):
     @abstractmethod
     def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
         """Copies blocks `source_ids` of [num_planes, blocks, plane_block_bytes] into `block_ids`, already checked."""
+
+    @abstractmethod
+    def plane_addresses(self) -> list[int]:
+        """Where each plane begins, until the pool is closed; its blocks follow each other."""
 
     @abstractmethod
     def close(self) -> None:
@@ -185,6 +192,10 @@ class PoolMemory(BlockMemory):
     def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
         """As the base says."""
         copy_blocks(source, source_ids, self.planes, block_ids)
+
+    def plane_addresses(self) -> list[int]:
+        """As the base says."""
+        return [plane.ctypes.data for plane in self.planes]
 
     def close(self) -> None:
         """Removes the file and gives up the bytes; they go when the last array or tensor over them goes."""

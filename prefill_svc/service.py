@@ -57,8 +57,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self.scheduler = PrefillScheduler(parts.holdings, parts.limits)
         self._parts = parts
         self._leases = parts.leases
-        names, calling = parts.config.kv_transports, parts.cluster.calling
-        self._reader = KVReader(parts.memory, parts.identity.layout, names, calling)
+        self._reader = KVReader(parts.memory, parts.identity.layout, parts.transports, parts.cluster.calling)
         self._fetches: set[asyncio.Task[None]] = set()
         self._handoffs = Handoffs(parts.config.kv_transports)  # of what decode workers lend
         self._jobs: dict[Sequence, _Job] = {}

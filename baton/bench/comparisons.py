@@ -13,13 +13,14 @@ from baton.bench.load import Outcome, arrival_times
 from baton.bench.options import Sizes, known
 from baton.bench.rows import Figure, Row, spread
 from baton.bench.scenario import Run, Scenario, Service
+from kvstore.transport.mooncake import import_engine
+from runtime.errors import ConfigError
 
 MIB = 2**20
 WHOLE_PROMPTS = 4096
 """Tokens of a step, and of a chunk, that no ShareGPT prompt exceeds."""
 CHUNK_TOKENS = 256
 """Tokens of a step and of a chunk where prompts are cut up."""
-TRANSPORTS = ("shm", "grpc")
 LENGTH_STEPS = (16, 4, 1)
 """The handoff is measured at the longest prompt divided by each of these."""
 HANDOFF_OUTPUT_TOKENS = 2
@@ -74,24 +75,41 @@ def num_padding_tokens(asks: Sequence[Ask], batch_size: int) -> int:
 
 
 async def _handoff(run: Run) -> list[Row]:
-    """Requests one at a time, by each transport, at three lengths."""
+    """Requests one at a time, by each transport that there is: at three lengths, prompts whole, so that no byte moves
+    while another is computed and the handoff can be seen alone; and at the longest, in the chunks that services use."""
     longest = known(run.sizes.long_prompt_tokens)
-    # A prompt is one chunk, so that no byte moves while another is computed and the handoff can be seen alone.
     num_tokens = max(longest, WHOLE_PROMPTS)
+    whole = {"chunk_size": num_tokens, "max_num_tokens": num_tokens}
     rows = []
-    for transport in TRANSPORTS:
-        options = {"kv_transports": (transport,), "chunk_size": num_tokens, "max_num_tokens": num_tokens}
-        async with run.service(transport, **options) as service:
+    for transport in _transports(run):
+        options = {"kv_transports": (transport,), "trusted_transfer_network": transport == "mooncake"}
+        async with run.service(transport, **options, **whole) as service:
             for length in sorted({max(1, longest // step) for step in LENGTH_STEPS}):
                 rows.append(await _handoff_row(run, service, transport, length))
+        async with run.service(transport, **options) as service:
+            rows.append(await _handoff_row(run, service, transport, longest, "-chunked"))
     return rows
 
 
-async def _handoff_row(run: Run, service: Service, transport: str, length: int) -> Row:
+def _transports(run: Run) -> list[str]:
+    """All that this machine has, the best first."""
+    names = ["shm", "mooncake", "grpc"]
+    try:
+        import_engine()
+    except ConfigError as error:
+        run.ticker.say(f"mooncake is left out: {error.message}")
+        names.remove("mooncake")
+    return names
+
+
+async def _handoff_row(run: Run, service: Service, transport: str, length: int, suffix: str = "") -> Row:
     asks = service.asks.many(known(run.sizes.num_requests), length, HANDOFF_OUTPUT_TOKENS)
-    async with service.phase(f"{length} tokens") as phase:
+    async with service.phase(f"{length} tokens{suffix}") as phase:
         await phase.load.closed("all", asks, 1)
-    return phase.row(f"{transport}-{length}", figures=handoff_figures(phase.load.all_outcomes(), transport))
+    figures = handoff_figures(phase.load.all_outcomes(), transport)
+    if suffix:
+        del figures["handoff_mib_s"]  # most bytes had moved before that time began
+    return phase.row(f"{transport}-{length}{suffix}", figures=figures)
 
 
 def handoff_figures(outcomes: Sequence[Outcome], transport: str) -> dict[str, Figure]:
@@ -99,9 +117,11 @@ def handoff_figures(outcomes: Sequence[Outcome], transport: str) -> dict[str, Fi
     finishes = [outcome.finish for outcome in outcomes if outcome.finish is not None]
     moved = [finish for finish in finishes if finish.served_by.transport == transport]
     times_ms = [finish.timing.transfer_ms - finish.timing.prefill_ms for finish in moved]
+    first_ms = [finish.timing.time_to_first_token_ms for finish in moved]
     num_bytes = sum(finish.served_by.kv_bytes for finish in moved)
     return {
         "handoff_ms": spread(times_ms),
+        "exposed_percent": spread([100 * late / first for late, first in zip(times_ms, first_ms, strict=True)]),
         "handoff_mib_s": 1000 * num_bytes / MIB / sum(times_ms) if sum(times_ms) > 0 else None,
         "kv_bytes": num_bytes / len(moved) if moved else None,
         "other_transport": len(finishes) - len(moved),

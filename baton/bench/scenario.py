@@ -208,7 +208,7 @@ class Run:
             if name in fixed:
                 raise ConfigError(f"--serve: {word!r}: scenario {self.scenario.name} sets {name} itself")
         flags = ["--log-level=error"]  # evictions and the like are what scenarios are about
-        flags += [f"--{name.replace('_', '-')}={_text(value)}" for name, value in fixed.items()]
+        flags += [_flag(name.replace("_", "-"), value) for name, value in fixed.items()]
         flags += [f"--{word}" for word in self.config.serve]
         return configuration.load(ServeConfig, [self.model, *flags], prog="baton bench --serve", description="", env={})
 
@@ -267,5 +267,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"

@@ -66,10 +66,6 @@ class Transport(base.Transport):
             ids = tuple(block_ids[start : start + num_each])
             yield Frame(ids, memory.read_blocks(ids).tobytes())
 
-    def usable(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> bool:
-        """Always."""
-        return True
-
     def connect(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> Reader:
         """Nothing to open."""
         return Reader(layout)

@@ -7,18 +7,14 @@ Offer: `path` of the pool file, `layout` as the owner's fingerprint, `proof` in 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 
 from kvstore.layout import KVLayout
 from kvstore.memory import BlockMemory, PoolFileError, SharedPool
 from kvstore.transport import base
-from kvstore.transport.base import Frame, TransportError, check_block_ids
-
-logger = logging.getLogger(__name__)
+from kvstore.transport.base import Frame, TransportError, check_block_ids, check_offer, proof_of
 
 
 class Reader(base.Reader):
@@ -58,7 +54,7 @@ class Transport(base.Transport):
         return {
             "path": str(memory.shared_path),
             "layout": memory.layout.fingerprint,
-            "proof": _proof(memory.secret, nonce),
+            "proof": proof_of(memory.secret, nonce),
         }
 
     def serve(self, memory: BlockMemory, block_ids: Sequence[int]) -> Iterator[Frame]:
@@ -67,31 +63,14 @@ class Transport(base.Transport):
         if block_ids:
             yield Frame(tuple(block_ids))
 
-    def usable(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> bool:
-        """Whether the file can be read here and is the owner's."""
-        try:
-            self.connect(offer_parameters, layout, nonce).close()
-        except TransportError as error:
-            logger.debug("shared memory is not usable: %s", error)
-            return False
-        return True
-
     def connect(self, offer_parameters: Mapping[str, str], layout: KVLayout, nonce: str = "") -> Reader:
         """Maps the file. Raises TransportError if it is not there, does not fit `layout`, or fails the proof."""
-        missing = {"path", "layout", "proof"} - offer_parameters.keys()
-        if missing:
-            raise TransportError(f"shm: the offer lacks {', '.join(sorted(missing))}")
+        check_offer(offer_parameters, ("path", "layout", "proof"), layout)
         path, proof = offer_parameters["path"], offer_parameters["proof"]
-        if offer_parameters["layout"] != layout.fingerprint:
-            raise TransportError(f"KV layouts differ: {offer_parameters['layout']} there, {layout.fingerprint} here")
         try:
             pool = SharedPool(Path(path), layout)
         except PoolFileError as error:
             raise TransportError(f"shm: {error.message}") from error
-        if not compare_digest(_proof(pool.secret, nonce).encode(), proof.encode()):
+        if not compare_digest(proof_of(pool.secret, nonce).encode(), proof.encode()):
             raise TransportError(f"shm: {path} here is not the file that the owner wrote")
         return Reader(pool)
-
-
-def _proof(secret: bytes, nonce: str) -> str:
-    return blake2b(nonce.encode(), key=secret, digest_size=16, person=b"baton.shm").hexdigest()

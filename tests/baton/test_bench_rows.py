@@ -22,7 +22,7 @@ def finish(
     transfer_ms: float = 0,
     prefill_ms: float = 0,
 ) -> Finish:
-    timing = Timing(0, 0, prefill_ms, transfer_ms, 0, 0, 0)
+    timing = Timing(0, 0, prefill_ms, transfer_ms, 200.0, 0, 0)
     served_by = ServedBy("p", "d", transport, 2**20, num_attempts)
     return Finish("length", None, Usage(8, 3, cached_tokens), timing, served_by, 0)
 
@@ -147,6 +147,7 @@ def test_the_handoff_begins_with_the_first_token_and_knows_its_transport() -> No
     ]
     figures = handoff_figures(outcomes, "shm")
     assert figures["handoff_ms"] == spread([50.0])
+    assert figures["exposed_percent"] == spread([25.0])
     assert figures["handoff_mib_s"] == pytest.approx(20.0)
     assert figures["other_transport"] == 1
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_router import FakeRouter
+from transports_here import WHY_NO_MOONCAKE
 
 from baton.bench import plot
 from baton.bench.command import SCENARIOS, bench
@@ -155,9 +156,13 @@ def test_static_vs_continuous(tmp_path: Path) -> None:
 
 def test_handoff() -> None:
     rows = rows_of(results("handoff", "--num-requests=2", "--long-prompt-tokens=64"))
-    assert list(rows) == ["shm-4", "shm-16", "shm-64", "grpc-4", "grpc-16", "grpc-64"]
+    transports = ["shm", "grpc"] if WHY_NO_MOONCAKE else ["shm", "mooncake", "grpc"]
+    lengths = ["4", "16", "64", "64-chunked"]
+    assert list(rows) == [f"{transport}-{length}" for transport in transports for length in lengths]
     assert all(row["other_transport"] == 0 and row["handoff_ms"]["mean"] > 0 for row in rows.values())
-    assert rows["shm-64"]["kv_bytes"] == rows["grpc-64"]["kv_bytes"] == 64 * 32
+    assert all(row["exposed_percent"]["mean"] > 0 for row in rows.values())
+    assert {name for name, row in rows.items() if "handoff_mib_s" not in row} == {f"{t}-64-chunked" for t in transports}
+    assert {rows[f"{transport}-64"]["kv_bytes"] for transport in transports} == {64 * 32}
 
 
 def test_sessions() -> None:

@@ -13,12 +13,14 @@ import pytest
 from asked import Asked, ask_together
 from served import Served
 from ties import count_near_ties, logits_after, possible_draws
+from transports_here import needs_mooncake
 
 from baton import Completion
 
 CONFIGURATIONS = {
     "chunk 64": ("shm", "--chunk-size=64"),
     "chunk 16, grpc": ("grpc", "--chunk-size=16", "--kv-transports=grpc"),
+    "chunk 64, mooncake": ("mooncake", "--chunk-size=64", "--kv-transports=mooncake", "--trusted-transfer-network"),
     "mixed": ("", "--num-prefill=0", "--num-decode=0", "--num-mixed=1"),
 }
 """How KV comes to decode, and the flags."""
@@ -43,7 +45,10 @@ def test_64_concurrent_streams_equal_one_at_a_time(
     measured(f"64 greedy streams and 16 sampled ones against one at a time: {ties} answers part at near-ties")
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[needs_mooncake] if "mooncake" in name else []) for name in CONFIGURATIONS],
+)
 def test_answers_equal_those_given_alone(
     name: str,
     serve: Callable[..., Served],

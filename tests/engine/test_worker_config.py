@@ -35,3 +35,11 @@ def test_what_is_no_list_of_cpus(text):
 def test_shared_memory_may_be_turned_off():
     assert WorkerConfig("tracer").shared_memory_dir == Path("/dev/shm")
     assert WorkerConfig("tracer", kv_shared_memory_dir="none").shared_memory_dir is None
+
+
+@pytest.mark.parametrize(
+    ("options", "host"),
+    [({}, "127.0.0.1"), ({"advertise_address": "10.0.0.7:7001"}, "10.0.0.7"), ({"advertise_address": "w:1"}, "w")],
+)
+def test_others_reach_a_worker_where_it_says(options: dict[str, str], host: str) -> None:
+    assert WorkerConfig("tracer", **options).reached_host == host  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 # The pieces that start and stop things are those of the router's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 
-from cluster import LIMIT_S, collect, holds_nothing, load_of, request_of
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from cluster import holds_nothing, load_of
 from processes import System
+from streaming import all_proved
 
 from protos import inference_pb2_grpc
 from runtime.rpc import create_channel
@@ -44,19 +43,3 @@ async def system(processes: System) -> AsyncIterator[System]:
 async def stub(system: System) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     async with create_channel(system.router.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
-
-
-async def all_proved(system: System) -> None:
-    """Asks for small answers until every worker has served one: then all are proved."""
-    missing = {worker.name for worker in system.workers}
-    async with create_channel(system.router.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        health = health_pb2_grpc.HealthStub(channel)
-        async with asyncio.timeout(3 * LIMIT_S):
-            request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
-            async for state in health.Watch(request, wait_for_ready=True):
-                if state.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            while missing:
-                by = (await collect(stub.Generate(request_of(1)))).finish.served_by
-                missing -= {by.prefill_worker_id, by.decode_worker_id}

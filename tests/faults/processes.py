@@ -101,11 +101,11 @@ class Process:
 class System:
     """Redis, two prefill and two decode workers, a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, *worker_flags: str) -> None:
         self.redis = RedisServer()
         ports = iter(choose_ports(5))
         shared = (f"--redis-url={self.redis.url}", "--drain-timeout-s=0.3")
-        sizes = ("--num-kv-blocks=320", "--chunk-size=64", "--max-num-seqs=32")
+        sizes = ("--num-kv-blocks=320", "--chunk-size=64", "--max-num-seqs=32", *worker_flags)
         self.prefills = [
             Process("prefill_svc", f"p{i}", next(ports), f"--worker-id=p{i}", *shared, *sizes) for i in (0, 1)
         ]

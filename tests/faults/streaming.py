@@ -7,10 +7,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from cluster import LIMIT_S, Reply, collect, expected, load_of
+from cluster import LIMIT_S, Reply, collect, expected, load_of, request_of
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import Process, System
 
 from protos import inference_pb2, inference_pb2_grpc
+from runtime.rpc import create_channel
 
 
 def long_prompt() -> list[int]:
@@ -83,3 +85,19 @@ async def running_decode(system: System) -> Process:
 async def worker_ids(stub: Any) -> set[str]:
     """The workers that the router lists."""
     return {each.worker_id for each in (await stub.ListWorkers(inference_pb2.ListWorkersRequest())).workers}
+
+
+async def all_proved(system: System) -> None:
+    """Asks for small answers until every worker has served one: then all are proved."""
+    missing = {worker.name for worker in system.workers}
+    async with create_channel(system.router.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        async with asyncio.timeout(3 * LIMIT_S):
+            request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
+            async for state in health.Watch(request, wait_for_ready=True):
+                if state.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+            while missing:
+                by = (await collect(stub.Generate(request_of(1)))).finish.served_by
+                missing -= {by.prefill_worker_id, by.decode_worker_id}

@@ -12,6 +12,7 @@ import pytest
 from corrupted_handoffs import BY_MESSAGE, EVERYWHERE, corrupt_many
 from many_cancels import cancel_many
 from processes import ROOT
+from transports_here import TRANSPORTS
 
 SEED = 2026
 TOOL = Path(__file__).parents[1] / "tools" / "ordeals.py"
@@ -47,7 +48,7 @@ async def test_clients_that_leave_in_every_phase() -> None:
     assert {"-/-", "prefilling/fetching", "leased/fetching", "-/decoding"} <= cancels.phases.keys(), cancels
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_handoffs_that_are_tampered_with(transport: str) -> None:
     tampering = await corrupt_many(150, SEED, transport)
     kinds = EVERYWHERE | (BY_MESSAGE if transport == "grpc" else {})

@@ -1,33 +1,43 @@
-"""Both transports move the right bytes and refuse everything else; shared memory also between two processes."""
+"""Each transport moves the right bytes and refuses everything else; shared memory also between two processes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transports_here import TRANSPORTS
 
 from kvstore import transport
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
 from kvstore.transport import base
 from kvstore.transport import grpc as grpc_transport
-from kvstore.transport.base import Frame, TransportError, add_to_checksum
+from kvstore.transport.base import Frame, Network, TransportError, add_to_checksum
 from runtime.errors import ConfigError
 from runtime.rpc import MAX_MESSAGE_BYTES
 
 LAYOUT = KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 NAMES = transport.available()
+QUIET = ("shm", "grpc")
+"""Those without sockets of their own, which need not be opened."""
+Connect = Callable[[str], base.Reader]
+
+
+def filled_pool(directory: Path) -> PoolMemory:
+    memory = PoolMemory.create(LAYOUT, 16, 12, epoch=1, directory=directory)
+    memory.planes[:, :12] = np.random.default_rng(1).integers(0, 256, (4, 12, 256), dtype=np.uint8)
+    return memory
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[PoolMemory]:
-    memory = PoolMemory.create(LAYOUT, 16, 12, epoch=1, directory=tmp_path)
-    memory.planes[:, :12] = np.random.default_rng(1).integers(0, 256, (4, 12, 256), dtype=np.uint8)
+    """A pool that a test may change."""
+    memory = filled_pool(tmp_path)
     yield memory
     memory.close()
 
@@ -39,11 +49,31 @@ def reader_memory() -> Iterator[PoolMemory]:
     memory.close()
 
 
-def connect(name: str, owner: PoolMemory) -> base.Reader:
-    one = transport.load(name)
-    parameters = one.offer(owner, "nonce")
-    assert parameters is not None
-    return one.connect(parameters, owner.layout, "nonce")
+@pytest.fixture(scope="module")
+def lasting_owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolMemory]:
+    """The pool that `connect` connects to."""
+    memory = filled_pool(tmp_path_factory.mktemp("owner"))
+    yield memory
+    memory.close()
+
+
+@pytest.fixture(scope="module")
+def connect(lasting_owner: PoolMemory) -> Iterator[Connect]:
+    opened: dict[str, base.Transport] = {}
+
+    def connect(name: str) -> base.Reader:
+        if name not in opened:
+            opened.update(transport.open_all([name], lasting_owner, Network(is_trusted=True)))
+        parameters = opened[name].offer(lasting_owner, "nonce")
+        assert parameters is not None
+        return opened[name].connect(parameters, LAYOUT, "nonce")
+
+    yield connect
+    transport.close_all(opened)
+
+
+def loaded(*names: str) -> dict[str, base.Transport]:
+    return {name: transport.load(name) for name in names}
 
 
 def one_frame(name: str, owner: PoolMemory, block_ids: list[int]) -> Frame:
@@ -55,7 +85,7 @@ def one_frame(name: str, owner: PoolMemory, block_ids: list[int]) -> Frame:
 def test_the_files_are_the_transports() -> None:
     folder = Path(transport.__file__).parent
     stems = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
-    assert set(NAMES) == stems and {"shm", "grpc"} <= stems
+    assert set(NAMES) == stems and {"shm", "grpc", "mooncake"} <= stems
     ranks = set()
     for name in NAMES:
         one = transport.load(name)
@@ -69,28 +99,28 @@ def test_unknown_transport() -> None:
         transport.load("pigeon")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_round_trip(name: str, owner: PoolMemory, reader_memory: PoolMemory) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_round_trip(name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
     source_ids, dest_ids = [3, 4, 5, 11, 0], [7, 6, 0, 1, 2]
-    reader = connect(name, owner)
+    reader = connect(name)
     before = reader_memory.planes.copy()
     num_done = num_bytes = 0
-    for frame in transport.load(name).serve(owner, source_ids):
+    for frame in transport.load(name).serve(lasting_owner, source_ids):
         assert frame.block_ids == tuple(source_ids[num_done : num_done + len(frame.block_ids)])
         wanted = dest_ids[num_done : num_done + len(frame.block_ids)]
         num_bytes += reader.receive(frame, reader_memory, wanted)
         num_done += len(frame.block_ids)
     assert num_bytes == 5 * LAYOUT.block_bytes and num_done == 5
-    before[:, dest_ids] = owner.planes[:, source_ids]
+    before[:, dest_ids] = lasting_owner.planes[:, source_ids]
     assert (reader_memory.planes == before).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_no_blocks_no_frames(name: str, owner: PoolMemory) -> None:
     assert list(transport.load(name).serve(owner, [])) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("block_id", [-1, 12, 2**40])
 def test_owner_serves_only_its_blocks(name: str, owner: PoolMemory, block_id: int) -> None:
     """12 is below the ceiling: not every address that is reserved may be read."""
@@ -98,45 +128,51 @@ def test_owner_serves_only_its_blocks(name: str, owner: PoolMemory, block_id: in
         list(transport.load(name).serve(owner, [0, block_id]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("block_id", [-1, 8, 2**40])
-def test_destination_outside_the_pool(name: str, owner: PoolMemory, reader_memory: PoolMemory, block_id: int) -> None:
-    reader, frame = connect(name, owner), one_frame(name, owner, [1, 2])
+def test_destination_outside_the_pool(
+    name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, block_id: int, connect: Connect
+) -> None:
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1, 2])
     with pytest.raises(TransportError, match=f"destination block {block_id} is outside the pool of 8"):
         reader.receive(frame, reader_memory, [0, block_id])
     assert not reader_memory.planes.any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_frame_and_destinations_differ_in_number(name: str, owner: PoolMemory, reader_memory: PoolMemory) -> None:
-    reader, frame = connect(name, owner), one_frame(name, owner, [1, 2])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_frame_and_destinations_differ_in_number(
+    name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
+) -> None:
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1, 2])
     with pytest.raises(TransportError, match="a frame of 2 blocks for 1"):
         reader.receive(frame, reader_memory, [0])
     assert not reader_memory.planes.any()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_data_of_wrong_length(name: str, change: int, owner: PoolMemory, reader_memory: PoolMemory) -> None:
-    reader, frame = connect(name, owner), one_frame(name, owner, [1])
+def test_data_of_wrong_length(
+    name: str, change: int, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect
+) -> None:
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1])
     data = frame.data[:change] if frame.data and change < 0 else frame.data + b"x"
     with pytest.raises(TransportError, match="bytes of data instead of"):
         reader.receive(Frame(frame.block_ids, data), reader_memory, [0])
     assert not reader_memory.planes.any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layouts_differ_at_the_reader(name: str, owner: PoolMemory) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_layouts_differ_at_the_reader(name: str, lasting_owner: PoolMemory, connect: Connect) -> None:
     other = PoolMemory(KVLayout(2, 4, 4, 4, "float32"), 10)  # as many bytes, other meaning
     other.commit(8)
     with pytest.raises(TransportError, match="KV layouts differ"):
-        connect(name, owner).receive(one_frame(name, owner, [1]), other, [0])
+        connect(name).receive(one_frame(name, lasting_owner, [1]), other, [0])
     other.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_closed_reader(name: str, owner: PoolMemory, reader_memory: PoolMemory) -> None:
-    reader, frame = connect(name, owner), one_frame(name, owner, [1])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_closed_reader(name: str, lasting_owner: PoolMemory, reader_memory: PoolMemory, connect: Connect) -> None:
+    reader, frame = connect(name), one_frame(name, lasting_owner, [1])
     reader.close()
     reader.close()
     with pytest.raises(TransportError, match="closed"):
@@ -174,14 +210,15 @@ def test_grpc_is_not_offered_for_blocks_beyond_a_message() -> None:
     memory.close()
 
 
-def test_which_need_a_checksum(owner: PoolMemory) -> None:
-    assert connect("grpc", owner).passes_through_host
-    assert not connect("shm", owner).passes_through_host
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_which_need_a_checksum(name: str, connect: Connect) -> None:
+    """Only bytes in messages carry one."""
+    assert connect(name).passes_through_host == (name == "grpc")
 
 
 def test_shm_is_not_offered_without_a_file(reader_memory: PoolMemory) -> None:
     assert transport.load("shm").offer(reader_memory) is None
-    assert transport.offers(NAMES, reader_memory) == [("grpc", {})]
+    assert transport.offers(loaded(*NAMES), reader_memory) == [("grpc", {})]
 
 
 def shm_offer(owner: PoolMemory, **changes: str) -> dict[str, str]:
@@ -190,9 +227,12 @@ def shm_offer(owner: PoolMemory, **changes: str) -> dict[str, str]:
     return {**parameters, **changes}
 
 
+def connect_shm(owner: PoolMemory) -> base.Reader:
+    return transport.load("shm").connect(shm_offer(owner), LAYOUT, "nonce")
+
+
 def refuse_shm(parameters: dict[str, str], nonce: str, message: str, layout: KVLayout = LAYOUT) -> None:
     shm = transport.load("shm")
-    assert not shm.usable(parameters, layout, nonce)
     with pytest.raises(TransportError, match=message):
         shm.connect(parameters, layout, nonce)
 
@@ -241,14 +281,14 @@ def test_shm_layouts_differ(owner: PoolMemory) -> None:
 
 @pytest.mark.parametrize("block_id", [-1, 12, 16, 2**40])
 def test_shm_source_outside_the_pool(owner: PoolMemory, reader_memory: PoolMemory, block_id: int) -> None:
-    reader = connect("shm", owner)
+    reader = connect_shm(owner)
     with pytest.raises(TransportError, match=f"source block {block_id} is outside the pool of 12"):
         reader.receive(Frame((0, block_id)), reader_memory, [0, 1])
     assert not reader_memory.planes.any()
 
 
 def test_shm_reads_blocks_added_later(owner: PoolMemory, reader_memory: PoolMemory) -> None:
-    reader = connect("shm", owner)
+    reader = connect_shm(owner)
     owner.commit(16)
     owner.planes[:, 15] = 200
     reader.receive(one_frame("shm", owner, [15]), reader_memory, [0])
@@ -257,7 +297,7 @@ def test_shm_reads_blocks_added_later(owner: PoolMemory, reader_memory: PoolMemo
 
 def test_shm_reader_outlives_the_file(owner: PoolMemory, reader_memory: PoolMemory) -> None:
     """A worker that ends takes the name away, never the pages from under a reader."""
-    reader = connect("shm", owner)
+    reader = connect_shm(owner)
     expected = owner.planes[:, 3].copy()
     owner.close()
     reader.receive(Frame((3,)), reader_memory, [0])
@@ -291,21 +331,20 @@ def test_shm_between_two_processes(owner: PoolMemory) -> None:
 
 
 def test_choose_prefers_shm_whatever_the_order(owner: PoolMemory) -> None:
-    offered = transport.offers(NAMES, owner, "nonce")
-    names = [name for name, _ in offered]
-    assert names.index("shm") < names.index("grpc")
-    chosen, parameters = transport.choose(NAMES, offered[::-1], LAYOUT, "nonce")
-    assert chosen.name == "shm" and parameters == shm_offer(owner)
+    offered = transport.offers(loaded(*QUIET), owner, "nonce")
+    assert [name for name, _ in offered] == ["shm", "grpc"]
+    chosen, reader = transport.choose(loaded(*QUIET), offered[::-1], LAYOUT, "nonce")
+    assert chosen.name == "shm" and not reader.passes_through_host
 
 
 def test_choose_falls_back_where_shm_is_not_proved(owner: PoolMemory) -> None:
-    offered = transport.offers(NAMES, owner, "nonce")
-    assert transport.choose(NAMES, offered, LAYOUT, "another")[0].name == "grpc"
-    assert transport.choose(["grpc"], offered, LAYOUT, "nonce")[0].name == "grpc"
+    offered = transport.offers(loaded(*QUIET), owner, "nonce")
+    assert transport.choose(loaded(*QUIET), offered, LAYOUT, "another")[0].name == "grpc"
+    assert transport.choose(loaded("grpc"), offered, LAYOUT, "nonce")[0].name == "grpc"
 
 
 def test_choose_ignores_what_it_does_not_know(owner: PoolMemory) -> None:
-    assert transport.choose(NAMES, [("pigeon", {}), ("grpc", {})], LAYOUT)[0].name == "grpc"
+    assert transport.choose(loaded(*NAMES), [("pigeon", {}), ("grpc", {})], LAYOUT)[0].name == "grpc"
 
 
 @pytest.mark.parametrize(
@@ -313,4 +352,4 @@ def test_choose_ignores_what_it_does_not_know(owner: PoolMemory) -> None:
 )
 def test_choose_nothing_in_common(local: list[str], offered: list[str]) -> None:
     with pytest.raises(TransportError, match="no usable transport"):
-        transport.choose(local, [(name, {}) for name in offered], LAYOUT)
+        transport.choose(loaded(*local), [(name, {}) for name in offered], LAYOUT)

@@ -146,7 +146,8 @@ async def cluster(
         if not num_prefill:
             # None will come: decode workers need not wait for one.
             stack.enter_context(mock.patch.object(router_fleet, "PREFILL_GRACE_S", 0.0))
-        both = {"model": "tracer", "num_kv_blocks": 256, "max_num_seqs": 32, "chunk_size": 64, **(worker or {})}
+        sizes = {"num_kv_blocks": 256, "max_num_seqs": 32, "chunk_size": 64}
+        both = {"model": "tracer", "trusted_transfer_network": True, **sizes, **(worker or {})}
         prefills = [await _start(stack, f"prefill-{i}", {**both, **(prefill or {})}) for i in range(num_prefill)]
         decodes = [await _start(stack, f"decode-{i}", {**both, **(decode or {})}) for i in range(num_decode)]
         running = await stack.enter_async_context(_router(prefills, decodes, **router))

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from cluster import LIMIT_S, PROMPT, Cluster, another_router, cluster, collect, expected, load_of, request_of
 from redis_process import RedisServer
+from transports_here import TRANSPORTS
 
 from engine import session_handoff
 from engine.worker import RunningWorker
@@ -51,7 +52,7 @@ def num_kept(said: list[int]) -> int:
     return (len(said) - 1) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_sessions_of_a_drained_worker_go_on_where_their_kv_went(transport: str, own_valkey: RedisServer) -> None:
     async with cluster(0, 3, redis_url=own_valkey.url, worker={"kv_transports": (transport,)}) as c:
         talks = await begun(c, 9)

@@ -17,8 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-from conftest import all_proved
 from processes import System
+from streaming import all_proved
 from talking import Talker, all_have, talking
 
 from baton.topology import choose_ports

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from harness import EVICTED, FINISHED, PROMPT, attempt, cell, expected
+from transports_here import TRANSPORTS
 
 from engine import tracer
 from engine.lengths import MIN_FINISHED
@@ -16,7 +17,7 @@ from protos import inference_pb2
 LONG = (PROMPT * 3)[:250]
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("chunk_size, block_size", [(16, 4), (16, 16), (64, 16), (512, 16), (512, 64), (64, 7)])
 async def test_handoff(transport, chunk_size, block_size):
     async with cell(kv_transports=(transport,), chunk_size=chunk_size, kv_block_size=block_size) as c:
@@ -201,7 +202,7 @@ async def serve(c, request: random.Random, max_attempts: int = 50) -> int:
     raise AssertionError("was given back without end")
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_many_at_once(transport):
     async with cell(kv_transports=(transport,), chunk_size=32, max_num_seqs=16) as c:
         await asyncio.gather(*(serve(c, random.Random(number)) for number in range(32)))

@@ -23,6 +23,7 @@ from harness import (
     expected,
     gated,
 )
+from transports_here import TRANSPORTS
 
 from protos import inference_pb2, worker_pb2
 
@@ -78,7 +79,7 @@ async def stopped_at(c: Cell, phase: str) -> AsyncIterator[tuple[Any, Any, Gate 
             yield *calls, gate
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("close", ["both", "prefill first", "decode first"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_cancel_frees_everything_on_both_sides(phase, close, transport):

@@ -27,17 +27,21 @@ from harness import (
     expected,
     gated,
 )
+from transports_here import TRANSPORTS
 
 from engine.kv_reader import check_name
 from engine.worker import Worker
 from kvstore.transport import grpc as grpc_transport
+from kvstore.transport import mooncake as mooncake_transport
 from kvstore.transport import shm as shm_transport
+from kvstore.transport.base import OwnerUnreachable
 from prefill_svc.service import PrefillService
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.rpc import Server
 from runtime.status import StatusReporter
 
 LONG = (PROMPT * 3)[:250]
+READERS = {"shm": shm_transport.Reader, "grpc": grpc_transport.Reader, "mooncake": mooncake_transport.Reader}
 Code = grpc.StatusCode
 
 
@@ -282,11 +286,23 @@ async def test_a_copy_that_fails_here_ends_the_attempt(monkeypatch):
         await c.balanced()
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_an_owner_whose_memory_cannot_be_read_is_out_of_reach(monkeypatch):
+    """Though its calls answer: the count of what was lost says where to look."""
+
+    def fail(*_: Any) -> int:
+        raise OwnerUnreachable("nothing moves")
+
+    async with cell(kv_transports=("grpc",)) as c:
+        monkeypatch.setattr(grpc_transport.Reader, "receive", fail)
+        record = await answer_through(c, FalseOwner(c))
+        assert (record.outcome, record.failed_check) == (KV_LOST, REACHABLE) and "nothing moves" in record.detail
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_are_not_freed_under_a_copy_that_cannot_be_stopped(transport, monkeypatch):
     """Cancelled while a thread writes: whoever got the blocks next would find foreign bytes in them."""
     entered, proceed, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
-    reader_class = {"shm": shm_transport.Reader, "grpc": grpc_transport.Reader}[transport]
+    reader_class = READERS[transport]
     receive = reader_class.receive
 
     def slow(*arguments: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from harness import FINISHED, KV_LOST, LIMIT_S, PROMPT, Cell, Stream, attempt, cell, expected, gated
+from transports_here import TRANSPORTS
 
 from engine.worker_service import WorkerService
 from kvstore.transport import grpc as grpc_transport
@@ -49,7 +50,7 @@ async def opened(c: Cell, request: worker_pb2.Attempt) -> tuple[Stream, Any]:
     return prefilling, decoding
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_prefill_computes_only_what_is_new(transport: str) -> None:
     async with cell(kv_transports=(transport,)) as c:
         said = await first_turn(c)
