@@ -139,7 +139,7 @@ def drain(config: DrainConfig, output: TextIO) -> int:
     role = (config.next_role or "unspecified").upper()
     request = worker_pb2.DrainRequest(timeout_ms=round(1000 * config.drain_timeout_s), next_role=f"WORKER_ROLE_{role}")
     answer = asyncio.run(_drain(config, request))
-    then = f", starting again as {config.next_role}" if config.next_role else ""
+    then = f", starting again as {config.next_role}" if config.next_role else ", and it takes nothing any more"
     output.write(f"{config.worker} is empty, {answer.num_evicted} requests go on elsewhere{then}\n")
     return 0
 
