@@ -49,7 +49,7 @@ def _waterfall(trace: Trace) -> dict[str, Any]:
         "is_notable": trace.is_notable,
         "total_ms": _ms(trace.duration_s),
         "first_token_ms": None if trace.first_token_s is None else _ms(trace.first_token_s),
-        "num_input_tokens": whole.attributes.get("gen_ai.usage.input_tokens", 0),
+        "num_input_tokens": whole.attributes.get("gen_ai.usage.input_tokens"),
         "num_output_tokens": whole.attributes.get("gen_ai.usage.output_tokens", 0),
         "num_attempts": whole.attributes["baton.num_attempts"],
         "waits_ms": {name: _ms(trace.total_s(name)) for name in dict.fromkeys(part.name for part in trace.parts)},
