@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ORACLE := .venv-oracle
+TOOLS := .tools
 MODEL ?= smollm2
 PYTEST_ARGS ?=
 SCENARIO ?= throughput
@@ -10,7 +11,7 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup oracle demo serve test lint k8s-check alerts-check protos bench soak
+.PHONY: help setup oracle promtool demo serve test lint k8s-check alerts-check protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -20,7 +21,7 @@ help:
 	@echo "make oracle  create $(ORACLE), which some tests compare with; \`make test\` does"
 	@echo "make lint    style, types, arrows between folders, protos, sizes"
 	@echo "make k8s-check  render and validate deploy/ without a cluster; part of make test"
-	@echo "make alerts-check  check and play the alert rules with promtool; part of make test where it is installed"
+	@echo "make alerts-check  check and play the alert rules with promtool, which it gets as make test does"
 	@echo "make bench   measure SCENARIO=$(SCENARIO) (docs/bench.md); BENCH_ARGS='--max-concurrency 32' and so on"
 	@echo "make soak    chaos, fault and property tests again and again, other cases each time, for MINUTES=$(MINUTES)"
 	@echo "make protos  generate protos/*_pb2* again"
@@ -48,8 +49,12 @@ serve: setup
 
 oracle: $(ORACLE)/.installed
 
+# Where none can be had, it says why, and tests that need it are skipped.
+promtool:
+	@tests/tools/promtool.sh $(TOOLS)
+
 # All tests run in three processes, as tests/conftest.py divides them; what is asked for by name runs in one.
-test: setup oracle
+test: setup oracle promtool
 ifeq ($(PYTEST_ARGS),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 else
@@ -70,9 +75,8 @@ KUBECTL ?= $(shell command -v kubectl)
 k8s-check: setup
 	$(BIN)/python -m pytest tests/deploy $(if $(KUBECTL),--kubectl=$(KUBECTL)) $(PYTEST_ARGS)
 
-# Debian has promtool in the package prometheus.
-PROMTOOL ?= promtool
-alerts-check:
+PROMTOOL ?= PATH="$(TOOLS):$$PATH" promtool
+alerts-check: promtool
 	$(PROMTOOL) check rules deploy/prometheus/alerts.yaml
 	$(PROMTOOL) test rules deploy/prometheus/alerts.test.yaml
 

@@ -37,6 +37,8 @@ class RunningSystem:
     """Its processes and the routers' addresses."""
     supervisor: Supervisor
     """What keeps it running."""
+    cluster_secret_file: Path
+    """What `baton drain` has to show its workers."""
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +54,8 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
             create_board(core_board, num_workers)
         secret_file = Path(folder, "secret")
         _write_secret(secret_file)
-        config = replace(config, cluster_secret_file=config.cluster_secret_file or secret_file)
+        cluster_secret_file = config.cluster_secret_file or secret_file
+        config = replace(config, cluster_secret_file=cluster_secret_file)
         starts_redis = config.redis_url is None
         if starts_redis:
             config = replace(config, redis_url=redis_url, redis_password_file=secret_file)
@@ -62,7 +65,7 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
                 metadata_server.find_binary()
                 await supervisor.start([metadata_server.process_spec(redis_port, secret_file)])
             await supervisor.start(topology.processes)
-            yield RunningSystem(topology, supervisor)
+            yield RunningSystem(topology, supervisor, cluster_secret_file)
         finally:
             await supervisor.stop()
 
@@ -96,7 +99,9 @@ async def _serve_until_cancelled(config: ServeConfig, progress: Progress, output
         hint = "" if address == "127.0.0.1:50051" else f" --address {address}"
         # The tracer has no chat template.
         chat = "" if config.model == "tracer" else f"baton chat{hint}   or   "
-        print(f'ready: {chat}baton generate{hint} "..."', file=output, flush=True)
+        print(f'ready: {chat}baton generate{hint} "..."', file=output)
+        drain = f"baton drain ADDRESS --cluster-secret-file {system.cluster_secret_file}"
+        print(f"to empty a worker, or to change its role: {drain}", file=output, flush=True)
         await system.supervisor.wait_for_failure()
 
 

@@ -29,7 +29,7 @@ from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from router.tenants import check_name, hash_token
 from runtime import rpc
 from runtime.doors import open_cluster
-from runtime.errors import BatonError
+from runtime.errors import BatonError, Unauthenticated
 
 TOKEN_BYTES = 32
 QUIT_WORDS = ("/quit", "/exit")
@@ -139,7 +139,7 @@ def drain(config: DrainConfig, output: TextIO) -> int:
     role = (config.next_role or "unspecified").upper()
     request = worker_pb2.DrainRequest(timeout_ms=round(1000 * config.drain_timeout_s), next_role=f"WORKER_ROLE_{role}")
     answer = asyncio.run(_drain(config, request))
-    then = f", starting again as {config.next_role}" if config.next_role else ""
+    then = f", starting again as {config.next_role}" if config.next_role else ", and it takes nothing any more"
     output.write(f"{config.worker} is empty, {answer.num_evicted} requests go on elsewhere{then}\n")
     return 0
 
@@ -149,7 +149,11 @@ async def _drain(config: DrainConfig, request: worker_pb2.DrainRequest) -> worke
         try:
             answer: worker_pb2.DrainResponse = await worker_pb2_grpc.WorkerStub(channel).Drain(request)
         except grpc.aio.AioRpcError as error:
-            raise rpc.error_from_call(error) from None
+            failure = rpc.error_from_call(error)
+            if isinstance(failure, Unauthenticated):
+                known = "the file that the cluster's processes were given; `baton serve` says at its start where it is"
+                raise Unauthenticated(f"{failure.message}; --cluster-secret-file: {known}") from None
+            raise failure from None
     return answer
 
 

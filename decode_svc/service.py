@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import grpc.aio
 
 from decode_svc.attach import TokenStreams
+from decode_svc.draft_totals import DraftTotals
 from decode_svc.scheduler import DecodeScheduler
 from engine.attempt import Attempt
 from engine.handoffs import Handoffs
@@ -70,6 +71,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         config = parts.config
         max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
         self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved, drafter=parts.drafter)
+        speculation = self.scheduler.speculation
+        self._draft_totals = DraftTotals() if speculation is None else speculation.totals
         self._parts = parts
         self._reader = KVReader(parts.memory, parts.identity.layout, parts.transports, parts.cluster.calling)
         self._streams = TokenStreams()
@@ -189,6 +192,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             failed_check=job.failed_check,
             num_drafts=sequence.num_drafts,
             num_accepted_drafts=sequence.num_accepted_drafts,
+            num_draft_steps=sequence.num_draft_steps,
+            drafting_ms=1000 * sequence.drafting_s,
         )
 
     async def Attach(
@@ -305,6 +310,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def committed(self, plan: Plan, new_tokens: list[NewToken]) -> None:
         """Sends the tokens of a step."""
+        self._draft_totals.committed(plan)
         if plan.num_tokens > len(plan.slices):  # chunks of prompts are in it
             for part in plan.slices:
                 if part.num_tokens > 1 and (job := self._jobs.get(part.sequence)) is not None:
@@ -346,6 +352,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         num_drafts, num_accepted = self._num_drafts()
         yield counter("baton_drafts_total", "Tokens guessed and checked.").add(num_drafts)
         yield counter("baton_accepted_drafts_total", "Of these, those that came true.").add(num_accepted)
+        yield from self._draft_totals.families()
 
     def _num_drafts(self) -> tuple[int, int]:
         speculation = self.scheduler.speculation

@@ -12,10 +12,12 @@ evict anyone, take no part of a step from prompts, and are not longer than half 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
+from decode_svc.draft_totals import DraftTotals
 from engine.drafters import Drafter
 from engine.holdings import Holdings
 from engine.lengths import OutputLengths
@@ -105,9 +107,16 @@ class Speculation:
         """Drafts computed so far."""
         self.num_accepted = 0
         """Of them those that came true."""
+        self.totals = DraftTotals()
+        """What else is counted."""
 
     def add_to(self, plan: Plan) -> None:
         """Adds drafts to a plan of sequences that get one token each."""
+        started_s = time.perf_counter()
+        self._add_to(plan)
+        self.totals.planned(plan, time.perf_counter() - started_s)
+
+    def _add_to(self, plan: Plan) -> None:
         sequences = [part.sequence for part in plan.slices]
         load = StepLoad(len(sequences), sum(sequence.num_tokens for sequence in sequences))
         if not sequences or self._step_times.predict_ms(load) is None:

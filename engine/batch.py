@@ -45,6 +45,8 @@ class Batch:
     sample_rows: list[SampleRow] = field(default_factory=list)  # [S], S <= B + num_draft_rows
     num_draft_rows: int = 0
     """Packed tokens that are guesses, after the known ones of their sequences."""
+    drafting_s: float = 0.0
+    """How long it took to make guesses within the step; known once it has run."""
 
     @property
     def num_tokens(self) -> int:

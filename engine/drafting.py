@@ -7,6 +7,7 @@ that agree draft what is sampled. Owns no model, and no KV: rows go where the ba
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -37,13 +38,14 @@ class DraftingRunner(Runner):
 
     def run(self, batch: Batch) -> list[Sample]:
         """As the runner itself, with tokens in place of drafts that were UNKNOWN."""
-        backlog = self._backlog
+        started_s, backlog = time.perf_counter(), self._backlog
         behind, backlog.behind = backlog.behind, {}
         chunks, backlog.chunks = backlog.chunks, Batch()
         if chunks.num_tokens:
             self._drafting.run(chunks)
         if batch.num_draft_rows:
             self._fill(batch, behind)
+        batch.drafting_s = time.perf_counter() - started_s
         return self._runner.run(batch)
 
     def call_between_layers(self, call: Callable[[], None]) -> None:

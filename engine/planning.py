@@ -35,6 +35,10 @@ class Plan:
     """In packing order."""
     num_tokens: int = 0
     """Packed rows: the sum over the slices and their drafts."""
+    drafting_s: float = 0.0
+    """How long it took to decide on drafts and to make them, so far."""
+    verifying_s: float = 0.0
+    """How long the step took but for making drafts, if it had any; known once it has run."""
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Takes a slice in and pins the sequence's blocks until the step's commit."""
@@ -50,8 +54,12 @@ class Plan:
         self.num_tokens += len(drafts)
 
 
-def take_drafts(plan: Plan, batch: Batch) -> None:
-    """Notes in a plan which drafts its step has made itself."""
+def take_drafts(plan: Plan, batch: Batch, duration_s: float) -> None:
+    """Notes in a plan which drafts its step, which took so long, has made itself."""
+    plan.drafting_s += batch.drafting_s
+    if not batch.num_draft_rows:
+        return
+    plan.verifying_s = duration_s - batch.drafting_s
     for index, part in enumerate(plan.slices):
         if part.drafts:
             end = batch.query_starts[index + 1]

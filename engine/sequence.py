@@ -106,6 +106,10 @@ class Sequence:
     """Guesses of its next tokens that were computed."""
     num_accepted_drafts: int = 0
     """Of them those that came true."""
+    num_draft_steps: int = 0
+    """Steps in which it had any."""
+    drafting_s: float = 0.0
+    """How long these were made, its own and those of others in the same steps."""
     num_pins: int = 0
     """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
     finish_reason: FinishReason | None = None

@@ -134,7 +134,7 @@ class StepLoop:
         self._batch_sizes.observe(len(plan.slices))
         num_rows = len(plan.slices) - num_prompts
         self.prompt_times.observe(num_prompt_tokens, num_rows, duration_ms / 1000)
-        take_drafts(plan, batch)
+        take_drafts(plan, batch, duration_ms / 1000)
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))

@@ -167,7 +167,7 @@ class DecodeRunRequest(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., router_id: _Optional[str] = ..., source: _Optional[_Union[KVSource, _Mapping]] = ..., max_local_tokens: _Optional[int] = ..., keep_tokens: _Optional[int] = ..., lends: _Optional[bool] = ...) -> None: ...
 
 class DecodeRunResponse(_message.Message):
-    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail", "timeline", "failed_check", "num_drafts", "num_accepted_drafts")
+    __slots__ = ("outcome", "finish_reason", "matched_token_id", "num_tokens", "cached_tokens", "kv_bytes", "transport", "queue_ms", "transfer_ms", "prefill_ms", "detail", "timeline", "failed_check", "num_drafts", "num_accepted_drafts", "num_draft_steps", "drafting_ms")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,8 @@ class DecodeRunResponse(_message.Message):
     FAILED_CHECK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_MS_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     finish_reason: _inference_pb2.FinishReason
     matched_token_id: int
@@ -198,7 +200,9 @@ class DecodeRunResponse(_message.Message):
     failed_check: KVCheck
     num_drafts: int
     num_accepted_drafts: int
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., failed_check: _Optional[_Union[KVCheck, str]] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ...) -> None: ...
+    num_draft_steps: int
+    drafting_ms: float
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., detail: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., failed_check: _Optional[_Union[KVCheck, str]] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_steps: _Optional[int] = ..., drafting_ms: _Optional[float] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("age_ms", "moments", "num_left_out")

@@ -181,7 +181,7 @@ class WorkerLink:
         backoff_s = MIN_BACKOFF_S
         while True:
             channel, previous, text = create_channel(self.address, self._shown), self.current, "it ended its streams"
-            limit_s = MAX_BACKOFF_S
+            limit_s, was_drained = MAX_BACKOFF_S, False
             try:
                 if not await self._live(channel):
                     limit_s = REFUSED_BACKOFF_S
@@ -190,20 +190,26 @@ class WorkerLink:
                 self._note_failure(error)
             finally:
                 if self.current is not None:
-                    self._count_end(self.current)
+                    was_drained = self._count_end(self.current)
                     self.current.lose()
                     self._on_change()
                 await channel.close()
             if self.current is not None and self.current is not previous:
-                LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
+                if was_drained:
+                    LOG.info("worker %s at %s was drained and has ended", self.current.worker_id, self.address)
+                else:
+                    LOG.warning("worker %s at %s is lost: %s", self.current.worker_id, self.address, text)
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))  # routers come one after another
             backoff_s = min(2 * backoff_s, limit_s)
 
-    def _count_end(self, incarnation: Incarnation) -> None:
-        if not incarnation.lost.is_set():
-            is_draining = incarnation.state == inference_pb2.WORKER_STATE_DRAINING
-            self.totals[incarnation.role, "drained" if is_draining else "died"] += 1
+    def _count_end(self, incarnation: Incarnation) -> bool:
+        """Whether its end is one that was wanted."""
+        if incarnation.lost.is_set():
+            return False
+        is_draining = incarnation.state == inference_pb2.WORKER_STATE_DRAINING
+        self.totals[incarnation.role, "drained" if is_draining else "died"] += 1
+        return is_draining
 
     def _note_failure(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         """A worker that is not there yet is nothing to speak of; one that keeps this router out is."""

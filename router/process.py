@@ -180,7 +180,7 @@ async def serving(
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
         metrics = router_metrics(ledger, admission, dispatcher, sessions, fleet, store)
         await stack.enter_async_context(showing(metrics_door(metrics), config.metrics_host, config.metrics_port))
-        page = live_page(router_id, ledger, admission, fleet)
+        page = live_page(router_id, ledger, admission, fleet, tracer)
         await stack.enter_async_context(showing(page, config.page_host, config.page_port))
         port = await server.start(config.host, config.port, config.health_port)
         address = format_address(config.host, port)

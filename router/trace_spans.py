@@ -286,7 +286,13 @@ def _add_decode(trace: _Building, attempt: TracedAttempt, times: _Times) -> None
 def _drafts(record: worker_pb2.DecodeRunResponse) -> Attributes:
     if not record.num_drafts:
         return {}
-    return {"baton.num_drafts": record.num_drafts, "baton.num_accepted_drafts": record.num_accepted_drafts}
+    return {
+        "baton.num_drafts": record.num_drafts,
+        "baton.num_accepted_drafts": record.num_accepted_drafts,
+        "baton.num_draft_steps": record.num_draft_steps,
+        "baton.mean_draft_length": round(record.num_drafts / max(1, record.num_draft_steps), 2),
+        "baton.drafting_ms": round(record.drafting_ms, 3),
+    }
 
 
 def _add_transfer(

@@ -29,16 +29,17 @@ def _span(span: Span) -> inference_pb2.TraceSpan:
         instance=span.instance,
         start_s=span.start_s,
         end_s=span.end_s,
-        attributes=_texts(span.attributes),
+        attributes=attribute_texts(span.attributes),
         events=[
-            inference_pb2.SpanEvent(name=event.name, at_s=event.at_s, attributes=_texts(event.attributes))
+            inference_pb2.SpanEvent(name=event.name, at_s=event.at_s, attributes=attribute_texts(event.attributes))
             for event in span.events
         ],
         error=span.error,
     )
 
 
-def _texts(attributes: Mapping[str, AttributeValue]) -> dict[str, str]:
+def attribute_texts(attributes: Mapping[str, AttributeValue]) -> dict[str, str]:
+    """Values as text, for readers that show them."""
     return {name: _text(value) for name, value in attributes.items()}
 
 

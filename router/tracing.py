@@ -48,6 +48,8 @@ class Tracer:
         self._ring = TraceRing(NUM_RECENT)
         self.is_on = config.trace or self._exporter is not None
         """Whether requests have traces at all."""
+        self.keeps_recent = config.trace
+        """Whether they stay here for a while; else they are only sent away."""
 
     @contextlib.contextmanager
     def tracing(
@@ -98,7 +100,7 @@ class Tracer:
             return
         error = _text(request.error, code) if is_failure else ""
         trace = build(request, self._router_id, self._attributes(request, code), error, is_notable)
-        if self._config.trace:
+        if self.keeps_recent:
             self._ring.add(trace)
         if self._exporter is not None:
             self._exporter.send(trace)

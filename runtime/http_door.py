@@ -147,6 +147,7 @@ def _head(page: Page) -> bytes:
         f"Content-Length: {len(page.body)}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
+        "X-Frame-Options: DENY",
         "Connection: close",
     )
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")

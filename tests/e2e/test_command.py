@@ -47,6 +47,17 @@ def test_workers_shows_a_line_for_each(system: Served) -> None:
     assert [row.split()[1:3] for row in rows] == [["prefill", "serving"], ["decode", "serving"]]
 
 
+def test_drain_needs_what_serve_says_at_its_start(system: Served) -> None:
+    """Without it nothing happens to the worker, and the command says where it is to be had."""
+    system.wait_for_line("to empty a worker", 10.0)
+    told = re.search(r"baton drain ADDRESS --cluster-secret-file (\S+)\n", system.output())
+    assert told is not None and told[1] == system.flag("decode-0", "cluster-secret-file")
+    worker = baton("workers", "--address", system.address).stdout.splitlines()[1].split()
+    done = baton("drain", worker[3])
+    assert done.returncode == 1 and "--cluster-secret-file" in done.stderr and "baton serve" in done.stderr, done
+    assert baton("workers", "--address", system.address).stdout.splitlines()[1].split()[:4] == worker[:4]
+
+
 def test_chat_remembers_the_turns_before(system: Served) -> None:
     turns = "What is the capital of France?\n\nRepeat the name of that city.\n/quit\nNever read.\n"
     done = baton("chat", "--address", system.address, "--temperature=0", "--max-tokens=24", text=turns)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -100,18 +99,17 @@ async def _refuses_a_role(c: Cluster) -> None:
     assert "next_role" in (caught.value.details() or "")
 
 
-async def test_a_changed_role_survives_the_death_of_the_process(tmp_path: Path) -> None:
+async def test_a_changed_role_survives_the_death_of_the_process() -> None:
     """The supervisor starts it again as what it was last, and the list of workers says so."""
-    secret, pids = tmp_path / "secret", dict[str, int]()
-    secret.write_text("a-secret-of-this-test\n")
+    pids: dict[str, int] = {}
 
     def on_change(change: Change) -> None:
         pids[change.name] = change.pid
 
-    config = ServeConfig("tracer", port=choose_ports(1)[0], num_decode=2, cluster_secret_file=secret)
+    config = ServeConfig("tracer", port=choose_ports(1)[0], num_decode=2)
     async with running(config, on_change) as system, AsyncClient(system.topology.addresses[0]) as client:
         before = await serving_as(client, "decode-1", "decode")
-        await baton_drain(before.address, "prefill", f"--cluster-secret-file={secret}")
+        await baton_drain(before.address, "prefill", f"--cluster-secret-file={system.cluster_secret_file}")
         changed = await serving_as(client, "decode-1", "prefill")
         os.kill(pids["decode-1"], signal.SIGKILL)
         again = await serving_as(client, "decode-1", "prefill", but=changed.epoch)

@@ -47,7 +47,7 @@ class Pool:
         plan = self.scheduler.plan(self.now_s)
         batch = build_batch(plan, BLOCK_SIZE, EOS)
         samples = self.runner.run(batch)
-        take_drafts(plan, batch)
+        take_drafts(plan, batch, 0.0)
         for token in self.scheduler.commit(plan, samples, self.now_s):
             said = self.samples.setdefault(token.sequence.request.attempt_id, [])
             assert token.position == token.sequence.request.num_input_tokens + len(said)

@@ -168,6 +168,7 @@ def test_drafts_stand_in_the_history_of_the_rows_after_them(folder: Path, runner
     assert batch.token_ids[1:] == [UNKNOWN] * 3
     drafting, checking = _Says([11, 12, 13]), _Says([0] * 4)
     DraftingRunner(checking, drafting, BLOCK_SIZE).run(batch)
+    assert batch.drafting_s > 0
     first = batch.token_ids[0]
     assert batch.token_ids == [first, 11, 12, 13]
     assert [row.output_token_ids for row in batch.sample_rows] == [

@@ -244,6 +244,25 @@ async def test_a_lost_attempt_stays_in_the_trace() -> None:
         assert second.attributes["baton.route.reason"].endswith("prefill has computed it before")  # type: ignore[union-attr]
 
 
+async def test_drafts_are_told_at_the_span_that_had_them() -> None:
+    async def drafting(worker: FakeWorker, request: Any) -> worker_pb2.DecodeRunResponse:
+        record = await good_decode(worker, request)
+        drafts = {"num_drafts": 9, "num_accepted_drafts": 5, "num_draft_steps": 4, "drafting_ms": 1.5}
+        record.MergeFrom(worker_pb2.DecodeRunResponse(**drafts))
+        return record
+
+    async with system(p(), d(script=drafting)) as s:
+        decode = span_of(await built(s.dispatcher, 6), "decode")
+        told = {name: value for name, value in decode.attributes.items() if "draft" in name}
+        assert told == {
+            "baton.num_drafts": 9,
+            "baton.num_accepted_drafts": 5,
+            "baton.num_draft_steps": 4,
+            "baton.mean_draft_length": 2.25,
+            "baton.drafting_ms": 1.5,
+        }
+
+
 async def test_kv_that_was_given_to_others_is_nobodys_fault() -> None:
     """Decode says at once that it has kept less of the session than the router believed."""
     num_calls = 0

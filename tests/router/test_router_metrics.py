@@ -147,8 +147,9 @@ async def test_load_is_shown_while_it_is_there() -> None:
             assert [response async for response in call][-1].HasField("finish")
 
 
-async def test_deaths_and_broken_accounts_outlive_the_worker() -> None:
-    """The router counts a worker's death and a leak that its last reports showed; both stay when it is gone."""
+async def test_deaths_and_broken_accounts_outlive_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """The router counts a worker's death and a leak that its last reports showed; both stay when it is gone. It warns
+    of a death, not of an end that was wanted."""
     port = choose_ports(1)[0]
     async with cluster(0, 2, metrics_port=port) as c:
         first, second = c.decodes
@@ -166,6 +167,8 @@ async def test_deaths_and_broken_accounts_outlive_the_worker() -> None:
         await second.server.stop(0)
         seen = await settled(port, "baton_workers_lost_total", 1, how="drained")
         assert seen.value("baton_workers_lost_total") == 2
+        warned = [record.getMessage() for record in caplog.records if record.name == "router.links"]
+        assert len(warned) == 1 and f"{first.address} is lost" in warned[0]
 
 
 async def test_a_recovery_has_a_cause() -> None:

@@ -45,6 +45,7 @@ async def test_pages() -> None:
         head, body = await exchange(port, b"GET /?a=b HTTP/1.1\r\nAccept: */*\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body.decode() == "größe"
         assert f"Content-Length: {len(body)}".encode() in head and b"Content-Type: text/html" in head
+        assert b"Cache-Control: no-store\r\n" in head and b"X-Frame-Options: DENY\r\n" in head
         assert await exchange(port, b"HEAD / HTTP/1.1\r\n\r\n") == (head, b"")
 
 

@@ -41,6 +41,7 @@ async def test_answers_are_the_tracers_and_drafts_are_counted(mixed: bool) -> No
             answer = await c.router.generate(attempt(max_tokens=40, **sampling))
             assert answer.record.outcome == FINISHED and answer.tokens == expected(PROMPT, 40, **sampling)
             assert 0 < answer.record.num_accepted_drafts < answer.record.num_drafts
+            assert 0 < answer.record.num_draft_steps < answer.record.num_drafts and answer.record.drafting_ms > 0
         answers = await asyncio.gather(*(c.router.generate(attempt(PROMPT[n:], max_tokens=30)) for n in range(6)))
         for n, answer in enumerate(answers):
             assert answer.tokens == expected(PROMPT[n:], 30)
@@ -58,6 +59,11 @@ async def test_a_step_brings_several_tokens() -> None:
         num_steps = c.decode.step_loop.num_steps - before
         num_prompt_steps = -(-len(PROMPT) // 64)
         assert num_steps == 60 - answer.record.num_accepted_drafts + num_prompt_steps - 1
+        families = {family.name: family for family in c.decode.role.families()}
+        lengths = {suffix: value for suffix, _, value in families["baton_draft_length"].samples}
+        assert lengths["_count"] == num_steps - num_prompt_steps and lengths["_sum"] == answer.record.num_drafts
+        times = [value for _, _, value in families["baton_speculation_seconds_total"].samples]
+        assert len(times) == 2 and min(times) > 0
 
 
 async def test_an_end_that_is_drafted_ends_it() -> None:
