@@ -71,12 +71,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         max_reserved = config.max_reserved_tokens or 2 * config.max_num_tokens
         self.scheduler = DecodeScheduler(parts.holdings, parts.limits, max_reserved, drafter=parts.drafter)
         self._parts = parts
-        self._reader = KVReader(parts.memory, parts.identity.layout, config.kv_transports, parts.cluster.calling)
+        self._reader = KVReader(parts.memory, parts.identity.layout, config.usable_transports, parts.cluster.calling)
         self._streams = TokenStreams()
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
         self._fetches: set[asyncio.Task[None]] = set()
-        self._handoffs = Handoffs(config.kv_transports)
+        self._handoffs = Handoffs(config.usable_transports)
         self._step_loop: StepLoop
         self._worker: WorkerService
 

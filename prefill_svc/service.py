@@ -57,10 +57,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self.scheduler = PrefillScheduler(parts.holdings, parts.limits)
         self._parts = parts
         self._leases = parts.leases
-        names, calling = parts.config.kv_transports, parts.cluster.calling
+        names, calling = parts.config.usable_transports, parts.cluster.calling
         self._reader = KVReader(parts.memory, parts.identity.layout, names, calling)
         self._fetches: set[asyncio.Task[None]] = set()
-        self._handoffs = Handoffs(parts.config.kv_transports)  # of what decode workers lend
+        self._handoffs = Handoffs(names)  # of what decode workers lend
         self._jobs: dict[Sequence, _Job] = {}
         self._step_loop: StepLoop
         self._worker: WorkerService
