@@ -63,7 +63,7 @@ def open_ranks(config: WorkerConfig, role: str, name: str, on_failure: Callable[
     size = config.tensor_parallel_size
     if size == 1:
         return None
-    if not config.usable_transports and role != "mixed":
+    if config.device != "cpu" and role != "mixed":
         raise ConfigError(
             f"--tensor-parallel-size: KV of several ranks does not leave {config.device}, so that the role must be "
             f"mixed; got {size}, role {role}"
