@@ -10,6 +10,7 @@ Owns those processes and their pipes. Knows no torch, and nothing of what ranks 
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,14 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.batch import Batch, SampleRow
-from engine.config import WorkerConfig
 from engine.request import SamplingParams
 from kvstore.layout import KVLayout
 from runtime import logs
 from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config import WorkerConfig
 
 END_LIMIT_S = 5.0
 """How long a rank may take to end when its pipe has."""
@@ -109,8 +112,9 @@ class Ranks:
     def send(self, batch: Batch) -> None:
         """Has all of them compute a batch, and nothing be sampled from it."""
         bare = [SampleRow(row.row, row.position, ANYHOW) for row in batch.sample_rows]
+        message = pickle.dumps(replace(batch, sample_rows=bare))
         for pipe in self._pipes:
-            pipe.send(replace(batch, sample_rows=bare))
+            pipe.send_bytes(message)
 
     def close(self) -> None:
         """Ends them."""
