@@ -191,7 +191,7 @@ def _open_checkpoint(
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
     # numbers are rounded to 8 bits in other ways, or over the parts of a layer.
-    rounding = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
+    rounding: str = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
     if ranks is not None and quantization == "int8":
         rounding += f"-{num_ranks}ranks"
     return TorchModel(

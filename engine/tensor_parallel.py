@@ -110,14 +110,15 @@ class RankGroup:
         """Returns when all ranks are here. `meeting_file`, not there before the first comes, is where they find each
         other; they are processes of one machine, and listen on loopback."""
         self._num_ranks = shard.num_ranks
-        store = dist.FileStore(str(meeting_file), shard.num_ranks)
+        c10d: Any = dist  # whose types leave out the half of it
+        store = c10d.FileStore(str(meeting_file), shard.num_ranks)
         self._group: Any
         if BACKENDS[device_kind] == "gloo":
-            options = dist.ProcessGroupGloo._Options()
+            options = c10d.ProcessGroupGloo._Options()
             options._timeout = SILENCE_LIMIT
             # Without being told it takes the address that the machine's name stands for.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self._group = dist.ProcessGroupGloo(store, shard.rank, shard.num_ranks, options)
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = c10d.ProcessGroupGloo(store, shard.rank, shard.num_ranks, options)
             return
         dist.init_process_group(
             BACKENDS[device_kind],
@@ -135,6 +136,7 @@ class RankGroup:
 
     def gather(self, part: Tensor) -> Tensor:
         """Parts [S, V / n] side by side in the order of ranks: [S, V]."""
-        parts = part.new_empty((self._num_ranks, *part.shape))  # [n, S, V / n]
+        num_rows, size = part.shape
+        parts = part.new_empty((self._num_ranks * num_rows, size))  # [n * S, V / n]
         self._group._allgather_base(parts, part).wait()
-        return parts.transpose(0, 1).flatten(1)
+        return parts.view(-1, num_rows, size).transpose(0, 1).flatten(1)
