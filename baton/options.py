@@ -53,6 +53,8 @@ class ServeConfig:
     """"int8" computes linear layers with weights and inputs rounded to 8 bits: faster, and almost as exact."""
     device: str | None = field(default=None, metadata=_in("Model"))
     """Where workers compute: cpu; npu or cuda, a device for each worker, counted from 0; npu:N, cuda:N, all on one."""
+    tensor_parallel_size: int | None = field(default=None, metadata=_in("Model", min=1))
+    """Processes of each worker that compute the model together, on NPUs with a device each; all workers alike."""
     decode_graphs: bool | None = field(default=None, metadata=_in("Model"))
     """On NPUs, record steps of decode and replay them."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))

@@ -49,7 +49,9 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
     redis_port, *ports = choose_ports(1 + num_workers + config.num_routers)
     redis_url = config.redis_url or f"redis://{LOOPBACK}:{redis_port}/0"
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
-        core_board = Path(folder, "cores") if config.lend_cores and num_workers > 1 else None
+        # The ranks of a worker keep their cores: they wait for each other in every layer.
+        lends_cores = config.lend_cores and num_workers > 1 and (config.tensor_parallel_size or 1) == 1
+        core_board = Path(folder, "cores") if lends_cores else None
         if core_board is not None:
             create_board(core_board, num_workers)
         secret_file = Path(folder, "secret")

@@ -28,6 +28,7 @@ WORKER_OPTIONS = (
     "served_model_name",
     "dtype",
     "quantization",
+    "tensor_parallel_size",
     "decode_graphs",
     "max_model_len",
     "max_num_seqs",
@@ -135,7 +136,8 @@ def plan_topology(
         pool_config = prefill_config if kind == "prefill" else decode_config
         spec = _worker(pool_config, kind, f"{name}-{run_id}", name, port, redis_url, share)
         if config.device is not None:
-            spec = replace(spec, argv=(*spec.argv, f"--device={_device_of(config.device, len(workers))}"))
+            device = _device_of(config.device, len(workers) * (config.tensor_parallel_size or 1))
+            spec = replace(spec, argv=(*spec.argv, f"--device={device}"))
         if core_board is not None and all(shares):
             words = ",".join("+".join(map(str, sorted(each))) for each in shares)
             lending = (f"--core-board={core_board}", f"--core-shares={words}", f"--core-slot={len(workers)}")
@@ -227,9 +229,9 @@ def _worker(
     )
 
 
-def _device_of(device: str, worker: int) -> str:
-    """Of that worker; workers are counted over all pools."""
-    return f"{device}:{worker}" if device in devices.KINDS else device
+def _device_of(device: str, number: int) -> str:
+    """The device of that number; workers, and their ranks, are counted over all pools."""
+    return f"{device}:{number}" if device in devices.KINDS else device
 
 
 def _memory_share(config: ServeConfig) -> float:

@@ -79,7 +79,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._jobs: dict[Sequence, _Job] = {}
         self._by_attempt: dict[bytes, Sequence] = {}
         self._fetches: set[asyncio.Task[None]] = set()
-        self._handoffs = Handoffs(config.kv_transports)
+        self._handoffs = Handoffs(config.usable_transports)
         self._step_loop: StepLoop
         self._worker: WorkerService
 

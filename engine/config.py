@@ -16,6 +16,8 @@ def _in(group: str, **metadata: object) -> dict[str, object]:
 
 
 NPU_BLOCK_SIZE = 128
+RANK_DEVICES = ("cpu", "npu")
+"""Kinds of devices that several ranks can compute on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class WorkerConfig:
     """"int8" computes linear layers with weights and inputs rounded to 8 bits; all workers must be told the same."""
     device: str = field(default="cpu", metadata=_in("Model"))
     """Where to compute: cpu, npu:N (Ascend, docs/npu.md), or cuda:N, which is not optimised."""
+    tensor_parallel_size: int = field(default=1, metadata=_in("Model", min=1))
+    """Ranks, processes of this worker, that compute the model together: each has a part of every layer's heads and MLP,
+    and on NPUs a device of its own, from --device on. Must divide query heads, KV heads and the MLP's inner size. KV
+    goes to workers of equal degree alone; on NPUs to none, so that the worker must be mixed."""
     decode_graphs: bool = field(default=True, metadata=_in("Model"))
     """On NPUs, record steps of decode and replay them: fewer launches, some memory, a longer start."""
     max_model_len: int | None = field(default=None, metadata=_in("Model", min=2))
@@ -173,6 +179,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device, self.model)
+        self._check_ranks()
         if device_kind(self.device) == "npu" and self.block_size != NPU_BLOCK_SIZE:
             raise ConfigError(
                 f"--kv-block-size: on an NPU attention reads blocks of {NPU_BLOCK_SIZE}, got {self.kv_block_size}"
@@ -195,6 +202,31 @@ class WorkerConfig:
                 f"--max-num-seqs: must be at most --max-num-tokens, which is {self.max_num_tokens}, "
                 f"because each decodes a token a step; got {self.max_num_seqs}"
             )
+
+    def _check_ranks(self) -> None:
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+        if self.model == "tracer":
+            raise ConfigError(
+                f"--tensor-parallel-size: the tracer has no layers to share, only 1 is accepted; got {size}"
+            )
+        if device_kind(self.device) not in RANK_DEVICES:
+            kinds = " or ".join(RANK_DEVICES)
+            raise ConfigError(
+                f"--tensor-parallel-size: on {self.device} only 1 is accepted, more on {kinds}; got {size}"
+            )
+        if self.device == "cpu" and self.shared_memory_dir is None:
+            raise ConfigError(
+                f"--kv-shared-memory-dir: {size} ranks share the KV pool, so it must be a folder; got none"
+            )
+        if self.core_board is not None:
+            raise ConfigError(f"--core-board: a worker of {size} ranks lends no cores, got {self.core_board}")
+
+    @property
+    def usable_transports(self) -> tuple[str, ...]:
+        """Of `kv_transports`, those that reach the whole KV: none where ranks keep theirs in devices of their own."""
+        return () if self.tensor_parallel_size > 1 and self.device != "cpu" else self.kv_transports
 
     @property
     def block_size(self) -> int:

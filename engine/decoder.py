@@ -3,7 +3,8 @@
 Owns prepared weights and the order of operations; families differ by their `DecoderSpec` (see `engine.models`). Does
 not own KV storage: each layer's cache is an argument. Invariants: query, key and value are one projection, gate and up
 are another, both joined at load; after the last attention only the rows that sample are computed further, unless the
-device takes all layers at once.
+device takes all layers at once. What attention and MLP add to a token is summed by `Ops.sum_parts`, so that the weights
+may be a part of a layer's heads and inner elements, and the head a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder_spec import ConfigReader, DecoderSpec
-from engine.weights.source import WeightSource
+from engine.weights.source import Weights
 from kernels import AttentionMetadata, DecoderLayer, DecoderShape, Ops, Quantization
 
 
@@ -31,7 +32,7 @@ class Decoder(ABC):
         self,
         spec: DecoderSpec,
         ops: Ops,
-        weights: WeightSource,
+        weights: Weights,
         quantization: Quantization = "none",
         shared: Decoder | None = None,
     ) -> None:
@@ -54,7 +55,8 @@ class Decoder(ABC):
             spec.head_dim,
             spec.rms_norm_eps,
         )
-        self._stack = ops.fuse_layers(self._layers, self._final_norm, shape)
+        # The parts of a layer have to be summed in the middle of it.
+        self._stack = None if ops.has_parts else ops.fuse_layers(self._layers, self._final_norm, shape)
         self._inverse_frequencies = load.inverse_frequencies()  # [D / 2] float32
 
     @property
@@ -93,7 +95,7 @@ class Decoder(ABC):
                 attended, hidden = attended[sample_rows], hidden[sample_rows]  # [S, H]
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             gated = ops.silu_mul(ops.linear(normed, layer.gate_up))  # [T, I]
-            normed, hidden = ops.add_rms_norm(ops.linear(gated, layer.down), hidden, next_norm, eps)
+            normed, hidden = ops.add_rms_norm(ops.sum_parts(ops.linear(gated, layer.down)), hidden, next_norm, eps)
             ops.between_layers()
         return ops.linear(normed, self._head).float()  # [S, V]
 
@@ -117,13 +119,13 @@ class Decoder(ABC):
         query = ops.rope_and_write_kv(query, key, value, *rope, metadata.slots, key_cache, value_cache)
         scale = spec.head_dim**-0.5
         attended = ops.paged_attention(query, key_cache, value_cache, metadata, scale, layer.window)  # [T, Hq, D]
-        return ops.linear(attended.view(normed.shape[0], -1), layer.output)
+        return ops.sum_parts(ops.linear(attended.view(normed.shape[0], -1), layer.output))
 
 
 class WeightLoader:
     """Reads weights by their Hugging Face names, checks every shape, joins what is computed together."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, weights: WeightSource, quantization: Quantization) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, weights: Weights, quantization: Quantization) -> None:
         self._spec = spec
         self._ops = ops
         self._weights = weights

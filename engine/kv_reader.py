@@ -27,7 +27,7 @@ from engine.request import Sample
 from engine.wire import token_from_proto
 from kvstore import transport as transports
 from kvstore.hashing import attempt_label
-from kvstore.layout import KVLayout
+from kvstore.layout import KVLayout, differences
 from kvstore.memory import BlockMemory
 from kvstore.transport.base import Frame, OwnerUnreachable, Reader, Transport, TransportError, add_to_checksum
 from protos import worker_pb2, worker_pb2_grpc
@@ -293,7 +293,7 @@ class KVReader:
                 text = f"epoch {described.epoch} answers at {source.address}, not {source.epoch}"
                 raise KVLost(text, worker_pb2.KV_CHECK_EPOCH)
             if described.layout != self._layout.fingerprint:
-                text = f"KV layout is {described.layout}, here it is {self._layout.fingerprint}"
+                text = f"KV layouts differ, {differences(described.layout, self._layout.fingerprint)}"
                 raise KVLost(text, worker_pb2.KV_CHECK_LAYOUT)
             offers = [(offer.name, dict(offer.parameters)) for offer in described.transports]
             try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine import tracer
 from engine.batch import Runner
+from engine.ranks import Ranks, RankTask
 from kvstore.layout import DTYPE_BYTES, KVLayout
 from kvstore.memory import BlockMemory, PoolMemory
 from runtime import huge_pages
@@ -50,7 +51,7 @@ class ModelParts(ABC):
     eos_token_ids: tuple[int, ...]
     """Ids that end generation."""
     weight_bytes: int
-    """What its weights will take, about."""
+    """What its weights will take, or those of one rank, about."""
 
     @abstractmethod
     def layout(self, block_size: int) -> KVLayout:
@@ -70,7 +71,8 @@ class ModelParts(ABC):
 
     @abstractmethod
     def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
-        """Reads the weights; blocks, so call it from a thread. `progress` is told the part done, 0 to 1."""
+        """Reads the weights, in other ranks too; blocks, so call it from a thread. `progress` is told the part done, 0
+        to 1. Raises ConfigError for a pool that ranks cannot share."""
 
 
 def open_model(
@@ -81,11 +83,12 @@ def open_model(
     device: str = "cpu",
     max_graph_rows: int = 0,
     kv_dtype: Literal["auto", "int8"] = "auto",
+    ranks: Ranks | None = None,
 ) -> ModelParts:
     """Finds a model and its device, reads what is needed before its weights. Raises CheckpointError or ConfigError.
 
-    Steps of up to `max_graph_rows` single rows are recorded where the device can. The tracer has neither a choice of
-    dtype or device nor anything to round to 8 bits.
+    Steps of up to `max_graph_rows` single rows are recorded where the device can. With `ranks` those compute along, and
+    nothing is recorded. The tracer has neither a choice of dtype or device nor anything to round to 8 bits or to share.
     """
     if model == TRACER:
         return _Tracer(
@@ -98,7 +101,7 @@ def open_model(
             eos_token_ids=(tracer.EOS_TOKEN_ID,),
             weight_bytes=0,
         )
-    return _open_checkpoint(model, dtype, served_model_name, quantization, device, max_graph_rows, kv_dtype)
+    return _open_checkpoint(model, dtype, served_model_name, quantization, device, max_graph_rows, kv_dtype, ranks)
 
 
 class _Tracer(ModelParts):
@@ -123,23 +126,28 @@ def _open_checkpoint(
     device: str,
     max_graph_rows: int,
     kv_dtype: Literal["auto", "int8"],
+    ranks: Ranks | None,
 ) -> ModelParts:
     try:
-        from engine import model_runner
+        from engine import model_runner, tensor_parallel
     except RuntimeError as error:  # torch_npu is installed, torch loads it by itself, and it does not find CANN
         raise ConfigError(f"--device: torch cannot be imported: {error} ({error.__cause__})") from error
     checkpoint = open_checkpoint(model)
-    device_ops = None if device == "cpu" else _open_device(device)
+    device_ops = None if device == "cpu" else open_device(device)
     spec = _spec_for(checkpoint, dtype, device, device_ops)
     if device_ops is not None and kv_dtype not in device_ops.kv_dtypes:
         known = " or ".join(device_ops.kv_dtypes)
         raise ConfigError(f"--kv-cache-dtype: on {device} it must be {known}, got {kv_dtype}")
+    num_ranks = 1 if ranks is None else ranks.num_ranks
+    tensor_parallel.check_shards(spec.decoder, num_ranks, model)
+    own = spec.decoder if ranks is None else tensor_parallel.Shard(0, num_ranks).narrowed(spec.decoder)
+    max_graph_rows = max_graph_rows if ranks is None else 0
 
     class TorchModel(ModelParts):
         __slots__ = ()
 
         def layout(self, block_size: int) -> KVLayout:
-            return spec.kv_layout(block_size, kv_dtype)
+            return spec.kv_layout(block_size, kv_dtype, num_ranks)
 
         def set_num_threads(self, count: int) -> None:
             import torch
@@ -153,24 +161,44 @@ def _open_checkpoint(
             from kvstore.device_memory import DeviceMemory
 
             assert device_ops is not None
-            return DeviceMemory(layout, num_blocks, device_ops.device, layout.num_blocks(max_graph_rows))
+            num_scratch_blocks = layout.num_blocks(max_graph_rows)
+            return DeviceMemory(layout.of_one_rank, num_blocks, device_ops.device, num_scratch_blocks)
 
         def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
             from kernels import load_ops
             from kvstore.cache import KVCache
 
             # More threads would fight each other and the other workers.
-            self.set_num_threads(num_cpus())
+            num_threads = max(1, num_cpus() // num_ranks)
+            self.set_num_threads(num_threads)
             ops = load_ops("cpu") if device_ops is None else device_ops
             ops.enter_thread()
-            decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
+            cache = KVCache(memory)
+            runner: Runner
+            if ranks is None:
+                decoder = model_runner.load_model(checkpoint, spec, ops, progress, quantization)
+                runner = model_runner.ModelRunner(decoder, ops, cache, max_graph_rows)
+            else:
+                from engine.rank_model import load_first_rank
+
+                if device_ops is None and memory.shared_path is None:
+                    raise ConfigError(
+                        "--kv-shared-memory-dir: ranks share the KV pool, which is in no file; "
+                        f"got --tensor-parallel-size {num_ranks}"
+                    )
+                task = RankTask(
+                    model, spec.dtype, quantization, device, num_threads, layout, memory.ceiling, memory.shared_path
+                )
+                runner = load_first_rank(task, ranks, ops, cache, progress)
             if device_ops is None:
                 LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
-            return model_runner.ModelRunner(decoder, ops, KVCache(memory), max_graph_rows)
+            return runner
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
-    # numbers are rounded to 8 bits in other ways.
-    rounded_weights = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
+    # numbers are rounded to 8 bits in other ways, or over the parts of a layer.
+    rounded_weights: str = "int8-npu" if (device_kind(device), quantization) == ("npu", "int8") else quantization
+    if ranks is not None and quantization == "int8":
+        rounded_weights += f"-{num_ranks}ranks"
     roundings = (*([] if rounded_weights == "none" else [rounded_weights]), *(["kv8"] if kv_dtype == "int8" else []))
     return TorchModel(
         name=served_model_name or checkpoint.name,
@@ -180,11 +208,11 @@ def _open_checkpoint(
         vocab_size=spec.vocab_size,
         max_context=spec.max_context_len,
         eos_token_ids=checkpoint.eos_token_ids,
-        weight_bytes=spec.decoder.num_weights * DTYPE_BYTES[spec.dtype],
+        weight_bytes=own.num_weights * DTYPE_BYTES[spec.dtype],
     )
 
 
-def _open_device(device: str) -> Ops:
+def open_device(device: str) -> Ops:
     """The operations of "npu:0" or the like. Raises ConfigError, saying what is missing."""
     from kernels import DeviceUnavailable, load_ops
 

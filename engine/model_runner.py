@@ -21,7 +21,9 @@ from engine.decoder import Decoder
 from engine.decoder_spec import ConfigReader, DecoderSpec
 from engine.models import load_model_class
 from engine.request import Sample
+from engine.tensor_parallel import Shard, ShardedWeights
 from engine.weights import Progress, open_weights
+from engine.weights.source import Weights
 from kernels import AttentionMetadata, KVDtype, Ops, Quantization
 from kvstore.cache import KVCache
 from kvstore.layout import KVLayout
@@ -53,10 +55,10 @@ class ModelSpec:
         """Positions, prompt and output together, that the model was made for."""
         return self.decoder.max_context_len
 
-    def kv_layout(self, block_size: int, kv_dtype: KVDtype = "auto") -> KVLayout:
-        """The shape of its KV in blocks of `block_size` positions."""
+    def kv_layout(self, block_size: int, kv_dtype: KVDtype = "auto", num_ranks: int = 1) -> KVLayout:
+        """The shape of its KV in blocks of `block_size` positions, computed by so many ranks."""
         decoder, dtype = self.decoder, self.dtype if kv_dtype == "auto" else kv_dtype
-        return KVLayout(decoder.num_layers, block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
+        return KVLayout(decoder.num_layers, block_size, decoder.num_kv_heads, decoder.head_dim, dtype, num_ranks)
 
 
 def model_spec(checkpoint: Checkpoint, dtype: str = "auto") -> ModelSpec:
@@ -96,18 +98,22 @@ def load_model(
     progress: Progress | None = None,
     quantization: Quantization = "none",
     shared: Decoder | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
     """Reads the weights of `checkpoint` onto the device of `ops`; those of linear layers are quantised as told. What is
-    never quantised is that of `shared`, if the model is loaded already.
+    never quantised is that of `shared`, if the model is loaded already. With `shard` only that part of it is read.
 
     `progress` is called with the share done, from above 0 to exactly 1. Raises CheckpointError naming the file and the
     tensor that is missing, misshapen, truncated or of an unknown kind.
     """
     report = progress or (lambda share: None)
-    weights = open_weights(checkpoint, DTYPES[spec.dtype], report)
+    weights: Weights = open_weights(checkpoint, DTYPES[spec.dtype], report)
+    decoder_spec = spec.decoder
+    if shard is not None:
+        weights, decoder_spec = ShardedWeights(weights, shard, decoder_spec.tied_head), shard.narrowed(decoder_spec)
     with torch.inference_mode():
         model_class = load_model_class(spec.architecture, checkpoint.path)
-        model = model_class(spec.decoder, ops, weights, quantization, shared)
+        model = model_class(decoder_spec, ops, weights, quantization, shared)
     report(1.0)
     return model
 
@@ -118,7 +124,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, ops: Ops, cache: KVCache, max_graph_rows: int = 0) -> None:
         """Steps of up to `max_graph_rows` single rows are recorded now, where the device can."""
         decoder, layout = model.spec, cache.layout
-        assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (
+        assert (layout.num_layers, layout.heads_per_plane, layout.head_dim) == (
             decoder.num_layers,
             decoder.num_kv_heads,
             decoder.head_dim,

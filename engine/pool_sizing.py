@@ -30,7 +30,9 @@ def open_memory(config: WorkerConfig, model: ModelParts, layout: KVLayout, epoch
     ceiling = config.num_kv_blocks
     if ceiling is None:
         useful = config.max_num_seqs * layout.num_blocks(config.max_model_len or model.max_context)
-        affordable = _affordable_bytes(config, model, device_bytes) // layout.block_bytes
+        # Each rank's device has its own part of a block; the host's memory has all of them.
+        stored = layout if device_bytes is None else layout.of_one_rank
+        affordable = _affordable_bytes(config, model, device_bytes) // stored.block_bytes
         ceiling = max(1, min(useful, affordable))
     if config.max_model_len is not None and layout.num_blocks(config.max_model_len) > ceiling:
         raise ConfigError(

@@ -27,6 +27,7 @@ from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
 from engine.pool_sizing import open_memory
+from engine.ranks import Ranks, open_ranks
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
 from engine.session_handoff import SessionHandoff
@@ -185,14 +186,17 @@ class Worker:
         """A worker that takes calls inside the block and is gone after it: running calls get a moment, then end."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
+            ranks = open_ranks(config, self._role_name, self._worker_id, self._end_at_once)
+            if ranks is not None:
+                stack.callback(ranks.close)
             with running_on(frozenset().union(*config.cpu_shares())):
-                model = self._open_model()
+                model = self._open_model(ranks)
             layout = model.layout(config.block_size)
             epoch = secrets.randbits(63)
             memory = open_memory(config, model, layout, epoch)
             stack.callback(memory.close)
             network = Network(config.reached_host, config.trusted_transfer_network)
-            transports = open_all(config.kv_transports, memory, network)
+            transports = open_all(config.usable_transports, memory, network)
             stack.callback(close_all, transports)
             self._status.loading(0.0, "weights")
             # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
@@ -272,9 +276,7 @@ class Worker:
             ends: list[asyncio.Future[Any]] = [told, stepping, hopeless, next_role]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if hopeless.done():
-                LOG.critical("a step stands still and does not end")
-                self._status.failed("a step stands still and does not end")
-                os._exit(FAILED_EXIT_CODE)  # its thread can be neither ended nor waited for
+                self._end_at_once("a step stands still and does not end")
             if stepping.done():
                 error = stepping.exception()
                 text = error.message if isinstance(error, BatonError) else repr(error)
@@ -296,7 +298,13 @@ class Worker:
             await _cancel(told)
             await _cancel(hopeless)
 
-    def _open_model(self) -> ModelParts:
+    def _end_at_once(self, text: str) -> None:
+        """Where a step's thread can be neither ended nor waited for."""
+        LOG.critical("%s", text)
+        self._status.failed(text)
+        os._exit(FAILED_EXIT_CODE)
+
+    def _open_model(self, ranks: Ranks | None) -> ModelParts:
         config = self._config
         rows = 0 if self._role_name == "prefill" or not config.decode_graphs else config.max_num_seqs
         return open_model(
@@ -307,6 +315,7 @@ class Worker:
             config.device,
             min(rows, config.max_batch_size or rows),
             config.kv_cache_dtype,
+            ranks,
         )
 
     def _build_parts(

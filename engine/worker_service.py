@@ -27,7 +27,7 @@ from engine.step_stalls import StepClock
 from engine.wire import check_attempt_id, check_session_key, token_to_proto
 from kvstore import transport as transports
 from kvstore.hashing import attempt_label, unpack_token_ids
-from kvstore.layout import KVLayout
+from kvstore.layout import KVLayout, differences
 from kvstore.leases import Lease, LeaseState, LeaseTable
 from kvstore.memory import BlockMemory
 from kvstore.sessions import SessionTable
@@ -272,7 +272,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         lease = self.leases.find(request.attempt_id, request.epoch)
         layout = self.identity.layout
         if request.layout != layout.fingerprint:
-            raise FailedPrecondition(f"layout: this worker's is {layout.fingerprint}, got {request.layout}")
+            text = differences(request.layout, layout.fingerprint)
+            raise FailedPrecondition(f"layout: this worker's is {layout.fingerprint}, got {request.layout}; {text}")
         if request.transport not in self._transports:
             known = ", ".join(self._transports)
             raise FailedPrecondition(f"transport: this worker offers {known}, got {request.transport}")

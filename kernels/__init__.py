@@ -167,6 +167,7 @@ class Ops(ABC):
         self.device = device
         """Where all tensors given to the operations live."""
         self._between_layers: Callable[[], None] = lambda: None
+        self._sum_parts: Callable[[Tensor], Tensor] | None = None
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """From now on steps make this call between layers; it may change the number of torch's threads."""
@@ -175,6 +176,20 @@ class Ops(ABC):
     def between_layers(self) -> None:
         """Makes that call, if there is one."""
         self._between_layers()
+
+    def sum_parts_by(self, call: Callable[[Tensor], Tensor]) -> None:
+        """Said before a model is loaded whose layers' heads and MLPs this device has only a part of: `call` adds to a
+        tensor, in place, what the devices with the other parts have computed in its place."""
+        self._sum_parts = call
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """What all parts add up to; x itself where this device has the whole of the model."""
+        return x if self._sum_parts is None else self._sum_parts(x)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `sum_parts` asks other devices."""
+        return self._sum_parts is not None
 
     @staticmethod
     def open_device(index: int) -> torch.device:

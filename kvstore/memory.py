@@ -253,15 +253,18 @@ class PoolMemory(BlockMemory):
 
 
 class SharedPool:
-    """Another worker's pool file, mapped read-only. `planes` as in PoolMemory."""
+    """The pool file of another process, a worker whose KV is read, or the one whose rank this is. `planes` as in
+    PoolMemory; they may be written to by ranks alone."""
 
-    def __init__(self, path: Path, layout: KVLayout) -> None:
+    def __init__(self, path: Path, layout: KVLayout, is_writable: bool = False) -> None:
         """Maps the file at `path`. Raises PoolFileError if there is none or it does not fit `layout`."""
         self.layout = layout
+        self._is_writable = is_writable
         if not path.name.startswith(FILE_PREFIX):
             raise PoolFileError(f"{path}: not the name of a pool file")
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            access = os.O_RDWR if is_writable else os.O_RDONLY
+            fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as error:  # ValueError: a path with a null character
             raise PoolFileError(f"{path}: {error}") from error
         try:
@@ -283,7 +286,11 @@ class SharedPool:
         """As in PoolMemory."""
         self.ceiling: int = ceiling
         """Blocks the file has space for."""
-        self._mapping = mmap.mmap(fd, expected, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._mapping: mmap.mmap | memoryview = (
+            huge_pages.map_aligned(fd, expected)
+            if self._is_writable
+            else mmap.mmap(fd, expected, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        )
         self.planes = _view_planes(self._mapping, self.layout, ceiling)
 
     @property

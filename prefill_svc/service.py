@@ -59,7 +59,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._leases = parts.leases
         self._reader = KVReader(parts.memory, parts.identity.layout, parts.transports, parts.cluster.calling)
         self._fetches: set[asyncio.Task[None]] = set()
-        self._handoffs = Handoffs(parts.config.kv_transports)  # of what decode workers lend
+        self._handoffs = Handoffs(parts.config.usable_transports)  # of what decode workers lend
         self._jobs: dict[Sequence, _Job] = {}
         self._step_loop: StepLoop
         self._worker: WorkerService

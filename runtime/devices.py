@@ -22,6 +22,12 @@ def check_device(device: str, model: str) -> None:
         raise ConfigError(f"--device: must be cpu, npu:N or cuda:N, got {device!r}")
 
 
+def device_of_rank(device: str, rank: int) -> str:
+    """The device of a worker's rank, where `device` is that of its first: the numbers after it."""
+    kind, _, number = device.partition(":")
+    return device if kind == "cpu" else f"{kind}:{int(number or 0) + rank}"
+
+
 def device_kind(device: str) -> str:
     """The name without its number."""
     return device.partition(":")[0]

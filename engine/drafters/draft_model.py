@@ -47,7 +47,8 @@ class Drafter(drafters.Drafter):
         if config.draft_model_path is None:
             raise ConfigError("--draft-model-path: needed for --speculation draft_model, got none")
         if not isinstance(runner, ModelRunner):
-            raise ConfigError(f"--speculation: draft_model needs a model that has weights, got {config.model}")
+            size = config.tensor_parallel_size
+            raise ConfigError(f"--speculation: draft_model needs weights in one process; got {config.model} in {size}")
         checkpoint = open_checkpoint(config.draft_model_path)
         spec, vocab_size = model_spec(checkpoint, config.dtype), runner.model.spec.vocab_size
         if spec.vocab_size != vocab_size:

@@ -28,7 +28,8 @@ class Drafter(drafters.Drafter):
         """See `engine.drafters.Drafter`."""
         config, runner = target.config, target.runner
         if not isinstance(runner, ModelRunner):
-            raise ConfigError(f"--speculation: self needs a model that has weights, got {config.model}")
+            size = config.tensor_parallel_size
+            raise ConfigError(f"--speculation: self needs weights in one process; got {config.model} in {size}")
         if config.quantization != "none":
             raise ConfigError(f"--speculation: self drafts with 8 bits, as --quantization {config.quantization} does")
         target.check_budget(num_layer_bytes(runner.model.spec))

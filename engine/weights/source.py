@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from runtime.errors import CheckpointError
 
 Progress = Callable[[float], None]
 """Called with the share of all elements read so far, in [0, 1], never falling."""
+
+
+class Weights(Protocol):
+    """What a model is loaded from."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, contiguous and the caller's own, in `dtype` or the model's. Raises CheckpointError."""
+        ...
 
 
 class WeightSource(ABC):

@@ -191,9 +191,7 @@ def make_int8_attend(element: Any, head_dim: int, group: int, num_kv: int, revis
                             to = moved(output, ((first_row + r) * num_heads + first_head + head) * head_dim)
                             for i in range(head_dim):
                                 high, low = np.float32(own[i]), np.float32(own[head_dim + i])
-                                to[place_of(i)] = narrow(
-                                    (high * np.float32(256) + low) * step + unlike[head], element
-                                )
+                                to[place_of(i)] = narrow((high * np.float32(256) + low) * step + unlike[head], element)
                         else:
                             to = moved(partials, ((partial + r) * num_heads + first_head + head) * (head_dim + 2))
                             for i in range(head_dim):

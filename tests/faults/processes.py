@@ -41,6 +41,11 @@ class Process:
     def is_running(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
     def start(self) -> None:
         """Returns at once; `until` waits."""
         self._reports, child = socket.socketpair()

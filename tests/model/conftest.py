@@ -10,6 +10,8 @@ import pytest
 
 # The service that is judged is started as in the tests of the whole.
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+# Workers on real sockets.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 # Drafts for a real model are made as for schedulers.
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
