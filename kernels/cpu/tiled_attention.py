@@ -4,8 +4,9 @@ Owns one kernel. Scores are products of tiles: 16 keys, as they lie in a block, 
 pairs of elements as the instruction wants them, with zeros where a head does not read a key's head. A row of scores so
 has all heads side by side: maxima and exponentials need no sums across lanes. Values are added up two positions at a
 time, by the product of bfloat16 pairs, with weights rounded to bfloat16. All sums are float32. Query rows of an item
-are taken one by one, so a row's result is the same whatever rows there are beside it. A key that is not a number makes
-all heads of that row so. Source: as for `tiles.py`; sums by parts as in FlashAttention-2 (Dao, 2023).
+are taken one by one, so a row's result is the same whatever rows there are beside it. A key that is no number makes,
+times zero, scores of heads that do not read it so: those are computed again. Source: as for `tiles.py`; sums by parts
+as in FlashAttention-2 (Dao, 2023).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, own_items
-from kernels.cpu.simd import FLOAT, FUSED, INDEX, fetch_ahead, float_of_bits, moved, narrow, pointer
+from kernels.cpu.simd import FLOAT, FUSED, INDEX, fetch_ahead, float_of_bits, moved, narrow, pointer, widen
 from kernels.cpu.threads import Kernel, thread_index
 from kernels.cpu.tiles import CONFIG_BYTES, LONG, TILE, at, call, configure, release_tiles
 
@@ -247,6 +248,44 @@ def add_pairs(
     return types.void(sums, weights, values, types.int64, types.int64, head_dim, group), generate
 
 
+@njit(error_model="numpy")
+def mend_scores(
+    scores: Any,
+    totals: Any,
+    positions: Any,
+    query: Any,
+    keys: Any,
+    table: Any,
+    block_size: Any,
+    width: Any,
+    head_dim: Any,
+    group: Any,
+    num_heads: Any,
+) -> Any:
+    """Computes scores that are no numbers again, each from its own head's key alone; answers whether one is a number.
+
+    `positions` are the first of the scores, and the first and end of those that count. Heads whose total is a number
+    have none to mend.
+    """
+    first, begin, end = positions
+    is_mended = False
+    for head in range(num_heads):
+        if totals[head] == totals[head]:
+            continue
+        own_query, own_keys = moved(query, head * head_dim), moved(keys, head // group * head_dim)
+        for p in range(begin, end):
+            place = (p - first) * TILE + head
+            if scores[place] == scores[place]:
+                continue
+            key = moved(own_keys, (table[p // block_size] * block_size + p % block_size) * width)
+            score = np.float32(0)
+            for i in range(head_dim):
+                score += widen(own_query[i]) * widen(key[i])
+            scores[place] = score
+            is_mended |= score == score
+    return is_mended
+
+
 def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revision: int) -> Kernel:
     """The kernel for `group` query heads of each of `num_kv` KV heads. Arguments: as for `attention.make_attend`."""
     kv_at_once = heads_at_once(num_kv, group)
@@ -289,7 +328,8 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
                     continue
                 for part in range(num_passes):
                     first_head = part * kv_at_once * group
-                    row = pointer(a[0] + 2 * ((first_row + r) * query_stride + first_head * head_dim), U32)
+                    row_at = a[0] + 2 * ((first_row + r) * query_stride + first_head * head_dim)
+                    row = pointer(row_at, U32)
                     for head in range(kv_at_once * group):
                         for step in range(steps_a_head):
                             for i in range(TILE):
@@ -305,8 +345,23 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
                             for n in range(0, kv_at_once * head_dim, STEP):
                                 fetch_ahead(moved(keys, beyond + i * width + n))
                         score_keys(a[1] + 2 * place, 2 * width, queries_at, scores_at + 64 * (p - first), num_steps)
-                    highest_of_rows(scores, begin - first, end - first, highest)
-                    weigh_pairs(scores, begin - first, end - first, highest, scale, weights, totals)
+                    is_mended = True
+                    while is_mended:
+                        highest_of_rows(scores, begin - first, end - first, highest)
+                        weigh_pairs(scores, begin - first, end - first, highest, scale, weights, totals)
+                        is_mended = mend_scores(
+                            scores,
+                            totals,
+                            (first, begin, end),
+                            pointer(row_at, U16),
+                            moved(keys, along),
+                            table,
+                            block_size,
+                            width,
+                            head_dim,
+                            group,
+                            kv_at_once * group,
+                        )
                     for i in range(kv_at_once * group * head_dim):
                         sums[i] = np.float32(0)
                     for p in range(begin // block_size * block_size, end, block_size):
