@@ -208,7 +208,9 @@ class Worker:
                 config.kv_transports,
                 parts.leases,
                 parts.holdings.sessions,
-                SessionHandoff(parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off),
+                SessionHandoff(
+                    parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off, step_loop.wake
+                ),
                 role,
                 step_loop.wake,
                 step_loop.step_clock,
