@@ -26,7 +26,7 @@ from engine.cores import CoreBoard, LendingRunner, running_on
 from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
-from engine.pool_sizing import open_memory
+from engine.pool_sizing import open_memory, open_swap_space
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
 from engine.session_handoff import SessionHandoff
@@ -187,6 +187,7 @@ class Worker:
             epoch = secrets.randbits(63)
             memory = open_memory(config, model, layout, epoch)
             stack.callback(memory.close)
+            swap_space = None if self._role_name == "prefill" else open_swap_space(config, model, memory)
             self._status.loading(0.0, "weights")
             # In a thread that ends: what it has computed with counts as busy while it lives, and OpenMP's threads wait
             # for each other by sleeping, not spinning, as soon as it counts more than there are CPUs.
@@ -197,10 +198,13 @@ class Worker:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
-            parts = self._build_parts(model, layout, epoch, memory, drafter)
+            num_host_blocks = 0 if swap_space is None else swap_space.num_blocks
+            parts = self._build_parts(model, layout, epoch, memory, num_host_blocks, drafter)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
-            step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
+            step_loop = StepLoop(
+                role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s, swap_space=swap_space
+            )
             hands_off = parts.identity.role != inference_pb2.WORKER_ROLE_PREFILL
             service = WorkerService(
                 parts.identity,
@@ -304,7 +308,13 @@ class Worker:
         )
 
     def _build_parts(
-        self, model: ModelParts, layout: KVLayout, epoch: int, memory: BlockMemory, drafter: Drafter | None
+        self,
+        model: ModelParts,
+        layout: KVLayout,
+        epoch: int,
+        memory: BlockMemory,
+        num_host_blocks: int,
+        drafter: Drafter | None,
     ) -> WorkerParts:
         config, ceiling = self._config, memory.ceiling
         max_model_len = config.max_model_len or min(model.max_context, ceiling * layout.block_size)
@@ -341,7 +351,7 @@ class Worker:
         return WorkerParts(
             config=config,
             identity=Identity(self._worker_id, epoch, ROLE_NAMES[self._role_name], facts, layout, config.max_num_seqs),
-            holdings=Holdings(pool, hasher, layout.block_size),
+            holdings=Holdings(pool, hasher, layout.block_size, num_host_blocks),
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,
