@@ -121,6 +121,8 @@ class ServeConfig:
     """Type of KV; auto: --dtype; "int8": rounded to 8 bits, about half the memory of bfloat16 and less to read."""
     kv_block_size: int | None = field(default=None, metadata=_in("Workers", min=1, aliases=("--block-size",)))
     """Token positions in a KV block."""
+    swap_space_gib: float | None = field(default=None, metadata=_in("Workers", min=0, aliases=("--swap-space",)))
+    """GiB of host memory for KV that makes room on a device, a worker that decodes."""
     num_kv_blocks: int | None = field(default=None, metadata=_in("Workers", min=1))
     """Blocks a worker's KV pool may grow to."""
     expected_sequence_tokens: int | None = field(default=None, metadata=_in("Workers", min=1))

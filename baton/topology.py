@@ -44,6 +44,7 @@ WORKER_OPTIONS = (
     "kv_cache_dtype",
     "kv_block_size",
     "num_kv_blocks",
+    "swap_space_gib",
     "expected_sequence_tokens",
     "speculation",
     "draft_model_path",

@@ -7,11 +7,13 @@
 
 A sequence is admitted when the blocks that it and all that run will hold, at any moment until their expected ends,
 fit the pool as large as it may get (`engine.lengths`, `decode_svc.outlook`); where nothing runs, when its input and
-the next token fit. When growth finds no block all the same, the sequence that ranks last is evicted; the oldest one
+the next token fit. When growth finds no block all the same, the sequence that ranks last is displaced; the oldest one
 never is, so that something always finishes. A sequence that outranks others of a lower class pauses them (the batch is
-the first `max_batch_size` by rank), and evicts them where it lacks a seat or blocks. Reservations that have received
-nothing are bounded for each source: they are blocks lent to a prefilling worker's queue. What comes only to keep a
-session's KV (`Request.keep_tokens`) ends with its fetch, and at once where there is no room: it makes nobody give way.
+the first `max_batch_size` by rank), and displaces them where it lacks a seat or blocks. Who is displaced waits by rank
+for seat and blocks again, its KV in host memory where that has room (`Holdings.swap_out`); else it is evicted.
+Reservations that have received nothing are bounded for each source: they are blocks lent to a prefilling worker's
+queue. What comes only to keep a session's KV (`Request.keep_tokens`) ends with its fetch, and at once where there is no
+room: it makes nobody give way.
 
 With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
 admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
@@ -27,17 +29,18 @@ runs, no token before all of it is there, no place given twice, nobody preempted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 
 from decode_svc.outlook import Forecast, Outlook
 from decode_svc.speculation import Speculation
+from decode_svc.victims import EVICTED, Victims
 from engine.drafters import Drafter
 from engine.holdings import Holdings
 from engine.lengths import OutputLengths
 from engine.planning import Plan, fill, fill_shared
-from engine.ranking import RankedQueue, by_class_when_served, oldest, rank_when_served
+from engine.ranking import RankedQueue, by_class_when_served
 from engine.request import Sample
 from engine.scheduling import Limits, NewToken
 from engine.sequence import FinishReason, Sequence, State
@@ -67,6 +70,7 @@ class DecodeScheduler:
         times = StepTimes()
         self.step_times = times if self._has_target or drafter is not None else None
         self._outlook = Outlook(holdings, limits, self._lengths, times if self._has_target else None)
+        self._victims = Victims(holdings, limits, self._outlook)
         self.speculation = None if drafter is None else Speculation(drafter, holdings, limits, self._lengths, times)
         """Decides on drafts; None without a drafter."""
         self._forecast: Forecast | None = None  # of what holds blocks now; made when something waits for them
@@ -98,13 +102,13 @@ class DecodeScheduler:
         plan, limits = Plan(), self.limits
         self._forecast = None
         self._choose_batch(now_s)
-        ready = self._grow_running()
+        ready = self._grow_running(now_s)
         if limits.is_static:
             ready = self._close_batch(ready, now_s)
         else:
             self._admit(now_s)
-        # One that was ready may have been evicted since, for growth or for a higher class.
-        fill(plan, [sequence for sequence in ready if not sequence.is_over], 1, limits.max_num_tokens)
+        # One that was ready may have been displaced since, for growth or for a higher class.
+        fill(plan, [sequence for sequence in ready if sequence in self._decoding], 1, limits.max_num_tokens)
         overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
         prompts = list(self._prefilling)
         if self.speculation is not None and not prompts:
@@ -229,14 +233,17 @@ class DecodeScheduler:
             chosen = islice(in_order, self._batch_size)
         chosen = set(chosen)
         for sequence in self._decoding:
-            state = State.DECODING if sequence in chosen else State.PAUSED
-            if sequence.state is not state:
-                sequence.move(state)
-                sequence.note_pause(state is State.PAUSED, now_s)
-                self.totals.num_pauses += state is State.PAUSED
+            if sequence not in chosen:
+                self._pause(sequence, now_s)
+            elif sequence.state is not State.DECODING:
+                sequence.move(State.DECODING)
+                sequence.note_pause(False, now_s)
 
-    def _rank_now(self, sequence: Sequence, now_s: float) -> float:
-        return rank_when_served(sequence, now_s, self.limits.ageing_s)
+    def _pause(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.state is not State.PAUSED:
+            sequence.move(State.PAUSED)
+            sequence.note_pause(True, now_s)
+            self.totals.num_pauses += 1
 
     def _close_batch(self, ready: list[Sequence], now_s: float) -> list[Sequence]:
         """Static batching: a batch is filled from what waits once the one before has ended to its last member. It is
@@ -251,35 +258,51 @@ class DecodeScheduler:
             self._num_places_given = self._batch_size
         return ready
 
-    def _grow_running(self) -> list[Sequence]:
-        """Gives each sequence of the batch the slot of its next token, evicting where there is none. Answers those that
-        have it; the others wait for blocks of a victim whose transfer is still being stopped."""
+    def _grow_running(self, now_s: float) -> list[Sequence]:
+        """Gives each sequence of the batch the slot of its next token, displacing where there is none. Answers those
+        that have it; the others wait for blocks of a victim that is still being copied, or its transfer stopped."""
         ready = []
         for sequence in [each for each in self._decoding if each.state is State.DECODING]:
-            while not sequence.is_over:
+            while sequence in self._decoding:
                 if self.holdings.grow(sequence, sequence.num_tokens):
                     ready.append(sequence)
                     break
                 if self.holdings.num_departing_blocks > 0:
                     break
-                self.totals.evictions["blocks"] += 1
-                self.end(self._victim(), State.EVICTED, "no KV block for the next token")
+                self._displace(self._victims.for_growth(self._holders()), "blocks", now_s)
         return ready
 
-    def _victim(self) -> Sequence:
-        """The last by rank; never the oldest, unless it is alone in a pool that could not grow."""
-        holders = self._holders()
-        never = oldest(holders)
-        others = [holder for holder in holders if holder is not never]
-        return max(others or holders, key=self._waiting.rank)
+    def _displace(self, victim: Sequence, cause: str, now_s: float) -> None:
+        """Takes blocks and seat of one: its KV waits in host memory where there is room for it, else it is evicted."""
+        self._forecast = None
+        if self.num_running == 1 or not self.holdings.can_swap_out(victim):
+            self.totals.evictions[cause] += 1
+            self.end(victim, State.EVICTED, EVICTED[cause])
+            return
+        self.totals.swaps[cause] += 1
+        victim.num_displaced += cause == "class"
+        self.holdings.swap_out(victim)
+        self._forget(victim)
+        self._waiting.add(victim)
+        self._pause(victim, now_s)
+
+    def _return(self, sequence: Sequence, now_s: float) -> None:
+        """One that was swapped out has a seat and blocks again."""
+        if sequence.first_token is None:
+            sequence.move(State.PREFILLING)
+            sequence.note_pause(False, now_s)
+            self._prefilling.add(sequence)
+        else:
+            self._decoding.add(sequence)  # and goes on when it is in the batch
 
     def _holders(self) -> list[Sequence]:
         return [*self._decoding, *self._prefilling, *self._fetching]
 
     def _admit(self, now_s: float) -> None:
         num_passed_over, full_sources = 0, set[str | None]()
-        for sequence in self._waiting.snapshot(self.limits.max_num_seqs + MAX_PASSED_OVER):
-            if num_passed_over >= MAX_PASSED_OVER:
+        waiting = self._waiting.snapshot(self.limits.max_num_seqs + MAX_PASSED_OVER)
+        for sequence in by_class_when_served(waiting, now_s, self.limits.ageing_s):
+            if num_passed_over >= MAX_PASSED_OVER or sequence.num_pins > 0:  # it is still being copied
                 return
             if not self.holdings.can_ever_hold(sequence.num_tokens + 1):
                 self.end(sequence, State.FAILED, "the KV pool could not grow to what this needs")
@@ -302,8 +325,10 @@ class DecodeScheduler:
                 continue
             self._waiting.discard(sequence)
             self._num_places_given += 1
-            sequence.started_s = now_s
-            if source is not None:
+            sequence.started_s = sequence.started_s or now_s
+            if sequence.state is State.PAUSED:
+                self._return(sequence, now_s)
+            elif source is not None:
                 self._fetching[sequence] = sequence.num_tokens
                 self._reserved_tokens[source] += sequence.num_tokens
                 self._starting.append(sequence)
@@ -344,41 +369,15 @@ class DecodeScheduler:
         return self.num_running < self.limits.max_num_seqs
 
     def _preempt_for(self, sequence: Sequence, source: str | None, now_s: float) -> bool:
-        """Evicts the last by rank, service not counted as waiting, of a lower class, if all that may be evicted make
-        room; answers whether room is there to be tried again. Never for an equal, never the oldest, and none more often
-        than the cap."""
-        if self.limits.is_static:
+        """Displaces one of a lower class, if that makes room; answers whether room is there to be tried again."""
+        if self.limits.is_static or (self._has_seat() and self.holdings.num_departing_blocks > 0):
+            return False  # some blocks come back by themselves: they may be enough
+        max_cached = sequence.max_cached(is_fetched=source is not None)
+        victim = self._victims.for_newcomer(self._holders(), sequence, max_cached, now_s)
+        if victim is None:
             return False
-        if self._has_seat() and self.holdings.num_departing_blocks > 0:
-            # Blocks are short, and some come back by themselves: they may be enough.
-            return False
-        holders = self._holders()
-        rank, priority = self._waiting.rank(sequence), sequence.request.priority
-        never = oldest(holders) if holders else None
-        victims = {
-            holder
-            for holder in holders
-            if holder is not never
-            and holder.request.priority < priority
-            and self._rank_now(holder, now_s) > rank
-            and holder.request.num_evictions < self.limits.max_preemptions
-        }
-        if not victims or not self._would_be_seated(sequence, source, victims):
-            return False
-        victim = max(victims, key=lambda holder: (self._rank_now(holder, now_s), self._waiting.rank(holder)))
-        self.totals.evictions["class"] += 1
-        self.end(victim, State.EVICTED, "a request of a higher class took its place")
-        self._forecast = None
-        # Blocks under a transfer come back later, and with them the chance to try again.
-        return victim.num_pins == 0
-
-    def _would_be_seated(self, sequence: Sequence, source: str | None, victims: Collection[Sequence]) -> bool:
-        """Whether it would get its blocks if none of the victims were there."""
-        prospect = self.holdings.prospect(sequence, sequence.max_cached(is_fetched=source is not None), without=victims)
-        if not prospect.has_room_for(self.holdings.num_blocks(sequence.num_tokens + 1)):
-            return False
-        forecast = self._outlook.forecast(holder for holder in self._holders() if holder not in victims)
-        return self._outlook.has_blocks_for(sequence, prospect, forecast)
+        self._displace(victim, "class", now_s)
+        return victim.num_pins == 0  # what is under a transfer or a copy comes back later
 
     def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
         if source is None:
@@ -387,7 +386,7 @@ class DecodeScheduler:
         return reserved == 0 or reserved + num_tokens <= self._max_reserved_tokens
 
     def _forget(self, sequence: Sequence) -> None:
-        if self.speculation is not None and sequence.is_over:
+        if self.speculation is not None:
             self.speculation.forget(sequence)
         for queue in (self._waiting, self._prefilling, self._decoding):
             queue.discard(sequence)

@@ -149,6 +149,9 @@ class WorkerConfig:
     kv_cache_gpu_mem_utilization: float = field(default=0.3, metadata=_in("KV cache", min=0.001, max=0.95))
     """Part of the memory of the device that the KV pool may take, where it is free; on a CPU, of this machine's or of
     the container's if that is less."""
+    swap_space_gib: float = field(default=4.0, metadata=_in("KV cache", min=0, aliases=("--swap-space",)))
+    """Decode pool only: GiB of host memory for the KV of sequences that give way to others and wait for blocks; without
+    room there they are evicted. Only on devices with memory of their own: on a CPU the pool is host memory already."""
     kv_shared_memory_dir: str = field(default="/dev/shm", metadata=_in("KV cache"))
     """Where the pool's file lies, so that workers of this host read it directly; "none" keeps KV private and moves it
     by gRPC."""

@@ -5,6 +5,11 @@ blocks to read; owns no tensors and decides no order. Invariant: every live sequ
 reference on each block of its table, and nothing else holds any, so `pool.num_used` equals the number of different
 blocks in those tables. Blocks of a sequence that is over are freed
 once nothing touches them any more (`num_pins` is 0).
+
+A sequence that is swapped out has its KV in blocks of host memory, accounted here as well, and none of the pool.
+`swap_out`, and `admit` of one that comes back, only order copies (`swaps`): they are made before the next step, and
+`copied` is told before the next plan. Until then the blocks of both sides stay, pinned. One that comes back shares what
+the prefix cache has of it, and is copied from there on.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from engine.sequence import Sequence, State
 from kvstore.blocks import BlockPool, OutOfBlocks
 from kvstore.hashing import PrefixHasher
 from kvstore.sessions import SessionTable
+from kvstore.swap import SwapCopy
 
 LEARNING = 1 / 64
 """Weight of the last finished sequence in what is usual."""
@@ -46,11 +52,25 @@ class Loan:
     """In order; one reference is held on each."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """A sequence's KV, about to be copied."""
+
+    sequence: Sequence
+    """Whose."""
+    copy: SwapCopy
+    """From where to where."""
+
+
 class Holdings:
     """Block tables of the sequences of one worker."""
 
-    def __init__(self, pool: BlockPool, hasher: PrefixHasher, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, hasher: PrefixHasher, block_size: int, num_host_blocks: int = 0) -> None:
         self.pool = pool
+        self.host_pool = BlockPool(num_host_blocks)
+        """Blocks of host memory for the KV of those that are swapped out."""
+        self.swaps: list[Swap] = []
+        """Copies that are to be made before the next step."""
         self.sessions = SessionTable(pool)
         """The sessions whose turns ended here."""
         self.block_size = block_size
@@ -89,7 +109,7 @@ class Holdings:
 
     def admit(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int) -> bool:
         """Gives a sequence all blocks for `num_tokens` positions, reusing a cached prefix of at most
-        `max_cached_tokens`, or nothing. Answers whether it did."""
+        `max_cached_tokens`, or nothing. Answers whether it did. To one that was swapped out its KV is copied back."""
         assert not sequence.block_table, "a sequence is admitted once"
         cached = self.cached_prefix(sequence, max_cached_tokens)
         num_new = self.num_blocks(num_tokens) - len(cached)
@@ -100,10 +120,50 @@ class Holdings:
         sequence.block_table = [*cached, *self.pool.allocate(num_new)]
         sequence.num_registered = len(cached)
         sequence.num_borrowed = len(cached) - num_revived
-        sequence.num_cached = sequence.num_computed = len(cached) * self.block_size
-        self._holders.add(sequence)
-        self._note_reuse(sequence)
+        num_cached = len(cached) * self.block_size
+        if sequence.host_table is None:
+            sequence.num_cached = sequence.num_computed = num_cached
+            self._holders.add(sequence)
+            self._note_reuse(sequence)
+        else:
+            sequence.num_computed = max(sequence.num_computed, num_cached)
+            here, there = slice(len(cached), len(sequence.host_table)), sequence.host_table[len(cached) :]
+            self._order(sequence, SwapCopy(sequence.block_table[here], there, "in"))
         return True
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """Whether host memory has room for its KV, which is whole and nothing touches."""
+        num_free, is_whole = self.host_pool.num_free, sequence.num_pins == 0 and sequence.state is not State.FETCHING
+        return num_free > 0 and is_whole and self.num_blocks(sequence.num_computed) <= num_free
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Orders that a sequence's KV is copied to host memory; once it is, its blocks are given back."""
+        here = sequence.block_table[: self.num_blocks(sequence.num_computed)]
+        sequence.host_table = self.host_pool.allocate(len(here))
+        self._order(sequence, SwapCopy(here, sequence.host_table, "out"))
+
+    def _order(self, sequence: Sequence, copy: SwapCopy) -> None:
+        sequence.num_pins += 1
+        self.swaps.append(Swap(sequence, copy))
+
+    def copied(self) -> None:
+        """All copies that were ordered are made."""
+        swaps, self.swaps = self.swaps, []
+        for sequence, copy in ((swap.sequence, swap.copy) for swap in swaps):
+            self.unpin(sequence)
+            if sequence.is_over:
+                continue
+            if copy.direction == "out":
+                self.num_given_back += 1
+                self.pool.release(sequence.block_table)
+                sequence.block_table, sequence.num_registered = [], 0
+            else:
+                self._free_host(sequence)
+                self.register_computed(sequence)
+
+    def _free_host(self, sequence: Sequence) -> None:
+        self.host_pool.release(sequence.host_table or ())
+        sequence.host_table = None
 
     def _note_reuse(self, sequence: Sequence) -> None:
         self.num_wanted_tokens += sequence.num_tokens
@@ -173,8 +233,10 @@ class Holdings:
             level = 0
             if sequence.state is State.FINISHED:
                 weight = LEARNING if self.usual_blocks else 1.0
-                self.usual_blocks += weight * (len(sequence.block_table) - self.usual_blocks)
+                num_blocks = self.num_blocks(sequence.num_tokens) if sequence.host_table else len(sequence.block_table)
+                self.usual_blocks += weight * (num_blocks - self.usual_blocks)
                 level = self._keep_session(sequence)
+            self._free_host(sequence)
             self.pool.release(sequence.block_table, level)
             sequence.block_table = []
 
@@ -206,14 +268,21 @@ class Holdings:
         self.free(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_registered = sequence.num_borrowed = 0
 
+    def check(self) -> None:
+        """Audits the pool and the host's. Raises PoolCorrupted."""
+        self.pool.check(self.references())
+        self.host_pool.check(Counter(block for holder in self._holders for block in holder.host_table or ()))
+
     def references(self) -> Counter[int]:
         """Block id -> references that the live tables account for."""
         return Counter(self._all_blocks())
 
     @property
     def num_departing_blocks(self) -> int:
-        """Blocks of sequences that are over, still touched by a step or transfer: they come back by themselves."""
-        return sum(len(holder.block_table) for holder in self._holders if holder.is_over)
+        """Blocks of sequences that are over, or being swapped out, still touched by a step, transfer or copy: they come
+        back by themselves."""
+        leaving = {swap.sequence for swap in self.swaps if swap.copy.direction == "out"}
+        return sum(len(holder.block_table) for holder in self._holders if holder.is_over or holder in leaving)
 
     @property
     def num_accounted(self) -> int:

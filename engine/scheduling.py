@@ -15,7 +15,7 @@ from engine.lengths import QUANTILE
 from engine.planning import Plan
 from engine.ranking import AGEING_S
 from engine.request import Sample
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 from engine.step_time import StepTimes
 from engine.totals import Totals
 
@@ -92,6 +92,10 @@ class Scheduler(Protocol):
     def commit(self, plan: Plan, samples: list[Sample], now_s: float) -> list[NewToken]:
         """Records a step's results; `samples` has one entry for each slice that samples, in order, each followed by one
         for each of its drafts."""
+        ...
+
+    def end(self, sequence: Sequence, state: State, detail: str = "") -> None:
+        """Moves a sequence to a terminal state and gives its blocks back once nothing touches them."""
         ...
 
     def abandon(self, plan: Plan, detail: str) -> None:

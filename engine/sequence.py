@@ -28,7 +28,7 @@ class State(Enum):
     LEASED = "leased"
     """Computed; its blocks wait for their reader."""
     PAUSED = "paused"
-    """Keeps its KV, gets no steps."""
+    """Keeps its KV, in blocks or in host memory; gets no steps."""
     FINISHED = "finished"
     """Done as asked."""
     EVICTED = "evicted"
@@ -89,9 +89,11 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """Prompt, then output."""
     num_computed: int = 0
-    """Leading tokens whose KV is in the blocks."""
+    """Leading tokens whose KV is in the blocks; of one that is swapped out, in host memory."""
     block_table: list[int] = field(default_factory=list)
     """Ordered block ids; one reference is held on each."""
+    host_table: list[int] | None = None
+    """Ordered blocks of host memory that hold its KV until it has blocks again; None: it is not swapped out."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading whole blocks of the tokens, as far as they were needed."""
     num_registered: int = 0
@@ -110,6 +112,8 @@ class Sequence:
     """Steps in which it had any."""
     drafting_s: float = 0.0
     """How long these were made, its own and those of others in the same steps."""
+    num_displaced: int = 0
+    """How often it was swapped out here for one of a higher class."""
     num_pins: int = 0
     """Steps and transfers that touch the blocks right now: at the end of the last one an over sequence is freed."""
     finish_reason: FinishReason | None = None

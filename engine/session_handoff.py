@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 
 from engine.holdings import Holdings, Loan
@@ -31,13 +32,16 @@ PATIENCE_S = 1.0
 class SessionHandoff:
     """The sessions of one worker on their way to others."""
 
-    def __init__(self, holdings: Holdings, leases: LeaseTable, fingerprint: str, hands_off: bool) -> None:
+    def __init__(
+        self, holdings: Holdings, leases: LeaseTable, fingerprint: str, hands_off: bool, on_return: Callable[[], None]
+    ) -> None:
         """`fingerprint` is the model's; without `hands_off` there is nothing to give: prompts stay where they are
-        computed."""
+        computed. `on_return` is called when blocks are cache again: somebody may wait for some."""
         self._holdings = holdings
         self._leases = leases
         self._fingerprint = fingerprint
         self._hands_off = hands_off
+        self._on_return = on_return
         self._waiting: list[tuple[bytes, int]] = []  # session, fence; the one that was used last is the last
         self._given: dict[bytes, int] = {}  # by session: the fence of what was handed off, or is being
         self._num_leased = 0
@@ -91,6 +95,7 @@ class SessionHandoff:
         self._num_leased -= 1
         self._holdings.end_loan(loan)
         self._changed.set()
+        self._on_return()
 
 
 def _attempt(key: bytes, kept: KeptSession, fingerprint: str, now_s: float) -> worker_pb2.Attempt:

@@ -3,6 +3,8 @@
 One asyncio loop owns all scheduling state, so there are no locks: `plan` and `commit` run in it, `run` alone leaves it,
 for one worker thread. Between them the loop serves calls, which may end sequences; their blocks stay until the commit.
 The loop sleeps on an event when a plan is empty, audits the pool then, and grows it before a plan that needs more.
+Copies of KV to host memory and back, which a plan may order, are made before its step; if that fails, those whose KV it
+is are evicted.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Protocol
 
 from engine.batch import Batch, Runner
@@ -19,10 +22,12 @@ from engine.planning import Plan, build_batch, take_drafts
 from engine.rates import PromptTimes
 from engine.request import Sample
 from engine.scheduling import NewToken, Scheduler
+from engine.sequence import State
 from engine.step_stalls import StepClock
 from engine.step_time import load_of
 from kvstore.memory import BlockMemory, PoolMemoryFull
-from runtime.metrics import ENGINE, TIME_BOUNDS_S, Family, Histogram
+from kvstore.swap import DIRECTIONS, SwapCopy, SwapSpace
+from runtime.metrics import ENGINE, TIME_BOUNDS_S, Family, Histogram, counter, gauge
 
 LOG = logging.getLogger(__name__)
 MIN_GROWTH_BLOCKS = 64
@@ -60,6 +65,7 @@ class StepLoop:
         observer: StepObserver,
         clock: Callable[[], float] = time.monotonic,
         stall_limit_s: float = 0.0,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.runner = runner
         """Computes the batches."""
@@ -69,6 +75,7 @@ class StepLoop:
         """How fast it computes prompts."""
         self._scheduler = scheduler
         self._memory = memory
+        self._swap_space = swap_space
         self._observer = observer
         self._clock = clock
         self._refused_s = 0.0  # when memory was, last
@@ -79,6 +86,8 @@ class StepLoop:
         """Steps committed so far."""
         self._durations_s, self._sizes = Histogram(TIME_BOUNDS_S), Histogram(SIZE_BOUNDS)
         self._batch_sizes = Histogram(SIZE_BOUNDS)
+        self._num_swapped_blocks: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
+        self._swap_s: dict[str, float] = dict.fromkeys(DIRECTIONS, 0.0)
 
     def wake(self) -> None:
         """Something changed: plan again."""
@@ -96,8 +105,8 @@ class StepLoop:
                 self._observer.planned(plan)
                 if plan.slices:
                     await self._step(plan)
-                else:
-                    holdings.pool.check(holdings.references())
+                elif not await self._swap():
+                    holdings.check()
                     self._grow_idle()
                     await self._wanted.wait()
         finally:
@@ -112,6 +121,7 @@ class StepLoop:
         holdings, eos_token_ids = self._scheduler.holdings, self._scheduler.limits.eos_token_ids
         batch = build_batch(plan, holdings.block_size, eos_token_ids)
         num_prompt_tokens, num_prompts = _prompts(plan)
+        await self._swap()  # what ends sequences meanwhile changes nothing of the batch
         self.step_clock.begin(plan.num_tokens)
         try:
             running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
@@ -144,6 +154,37 @@ class StepLoop:
         samples = self.runner.run(batch)
         return samples, 1000 * (self._clock() - started_s)
 
+    async def _swap(self) -> bool:
+        """Makes the copies of KV that the plan has ordered; answers whether there were any."""
+        holdings = self._scheduler.holdings
+        if not holdings.swaps:
+            return False
+        assert self._swap_space is not None, "whose blocks are accounted for"
+        copies = [swap.copy for swap in holdings.swaps]
+        self.step_clock.begin(0)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, self._swap_space, copies)
+            durations_s = await running
+        except Exception as error:
+            LOG.exception("copying %d sequences between device and host failed", len(copies))
+            for swap in holdings.swaps:
+                self._scheduler.end(swap.sequence, State.EVICTED, f"its KV could not be copied: {error}")
+        else:
+            for copy, duration_s in zip(copies, durations_s, strict=True):
+                self._num_swapped_blocks[copy.direction] += len(copy.block_ids)
+                self._swap_s[copy.direction] += duration_s
+        self.step_clock.end()
+        holdings.copied()
+        return True
+
+    def _copy(self, swap_space: SwapSpace, copies: list[SwapCopy]) -> list[float]:
+        """Makes copies; answers how many seconds each took."""
+        ends_s = [self._clock()]
+        for copy in copies:
+            swap_space.copy(copy)
+            ends_s.append(self._clock())
+        return [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
+
     def families(self) -> Iterator[Family]:
         """The steps so far, for a scrape."""
         duration = Family("baton_step_duration_seconds", "histogram", "Computing of a step, without its planning.")
@@ -151,6 +192,15 @@ class StepLoop:
         yield self._batch_sizes.add_to(Family("baton_step_sequences", "histogram", "Sequences in a step."))
         tokens = Family("vllm:iteration_tokens_total", "histogram", "Tokens computed in a step.")
         yield self._sizes.add_to(tokens, **ENGINE)
+        yield counter("baton_swapped_blocks_total", "KV blocks copied to host memory (out) and back (in).").add_each(
+            self._num_swapped_blocks, "direction"
+        )
+        yield counter("baton_swap_seconds_total", "Time that these copies took; steps waited for it.").add_each(
+            self._swap_s, "direction"
+        )
+        host_pool = self._scheduler.holdings.host_pool
+        by_state = {"free": host_pool.num_free, "used": host_pool.num_used}
+        yield gauge("baton_swap_space_blocks", "KV blocks that host memory has room for.").add_each(by_state, "state")
 
     async def _grow_pool(self) -> None:
         """Makes room for what waits, up to the ceiling; in a thread, since the system clears new pages. More may have

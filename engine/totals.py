@@ -20,6 +20,8 @@ class Totals:
     """Attempts that ended here, by how."""
     evictions: Counter[str] = field(default_factory=Counter)
     """Of these, those given back: for "blocks" that growth lacked, for a higher "class", because of a "drain"."""
+    swaps: Counter[str] = field(default_factory=Counter)
+    """Times that a sequence's KV went to host memory in place of an eviction, by the same causes."""
     num_pauses: int = 0
     """How often a sequence left the batch for others and kept its KV."""
     num_prompt_tokens: int = 0

@@ -26,7 +26,7 @@ from engine.cores import CoreBoard, LendingRunner, running_on
 from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
-from engine.pool_sizing import open_memory
+from engine.pool_sizing import open_memory, open_swap_space
 from engine.ranks import Ranks, open_ranks
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
@@ -195,6 +195,7 @@ class Worker:
             epoch = secrets.randbits(63)
             memory = open_memory(config, model, layout, epoch)
             stack.callback(memory.close)
+            swap_space = None if self._role_name == "prefill" else open_swap_space(config, model, memory)
             network = Network(config.reached_host, config.trusted_transfer_network)
             transports = open_all(config.usable_transports, memory, network)
             stack.callback(close_all, transports)
@@ -208,10 +209,13 @@ class Worker:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
-            parts = self._build_parts(model, layout, epoch, memory, transports, drafter)
+            num_host_blocks = 0 if swap_space is None else swap_space.num_blocks
+            parts = self._build_parts(model, layout, epoch, memory, num_host_blocks, transports, drafter)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
-            step_loop = StepLoop(role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s)
+            step_loop = StepLoop(
+                role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s, swap_space=swap_space
+            )
             hands_off = parts.identity.role != inference_pb2.WORKER_ROLE_PREFILL
             service = WorkerService(
                 parts.identity,
@@ -219,7 +223,9 @@ class Worker:
                 transports,
                 parts.leases,
                 parts.holdings.sessions,
-                SessionHandoff(parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off),
+                SessionHandoff(
+                    parts.holdings, parts.leases, parts.identity.model.fingerprint, hands_off, step_loop.wake
+                ),
                 role,
                 step_loop.wake,
                 step_loop.step_clock,
@@ -324,6 +330,7 @@ class Worker:
         layout: KVLayout,
         epoch: int,
         memory: BlockMemory,
+        num_host_blocks: int,
         transports: Mapping[str, Transport],
         drafter: Drafter | None,
     ) -> WorkerParts:
@@ -362,7 +369,7 @@ class Worker:
         return WorkerParts(
             config=config,
             identity=Identity(self._worker_id, epoch, ROLE_NAMES[self._role_name], facts, layout, config.max_num_seqs),
-            holdings=Holdings(pool, hasher, layout.block_size),
+            holdings=Holdings(pool, hasher, layout.block_size, num_host_blocks),
             limits=limits,
             leases=LeaseTable(epoch, config.kv_lease_ttl_s),
             memory=memory,

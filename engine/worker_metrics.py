@@ -100,6 +100,9 @@ def _totals(totals: Totals) -> Iterator[Family]:
     yield counter(
         "baton_evictions_total", "Attempts given back, for want of blocks, for a higher class, or to drain."
     ).add_each(evictions, "cause")
+    yield counter(
+        "baton_swaps_total", "Sequences whose KV went to host memory in place of an eviction, by why."
+    ).add_each({cause: totals.swaps[cause] for cause in ("blocks", "class")}, "cause")
     yield counter("vllm:num_preemptions_total", "Attempts given back.").add(sum(evictions.values()), **ENGINE)
     yield counter("baton_pauses_total", "Times that a sequence left the batch for others and kept its KV.").add(
         totals.num_pauses

@@ -49,22 +49,25 @@ class DeviceMemory(BlockMemory):
         """As the base says."""
         return 0
 
-    def read_blocks(self, block_ids: Sequence[int]) -> Planes:
+    def host_planes(self, num_blocks: int) -> Planes:
+        """As the base says: pinned, so that the device reads and writes it by itself."""
+        shape = (self.layout.num_planes, num_blocks, self.layout.plane_block_bytes)
+        return torch.empty(shape, dtype=torch.int8, pin_memory=self._device.type != "cpu").numpy().view(np.uint8)
+
+    def copy_blocks(self, block_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
         """As the base says; waits for the device."""
-        layout = self.layout
-        shape = (layout.num_planes, len(block_ids), layout.plane_block_bytes)
-        staged = torch.empty(shape, dtype=torch.int8, pin_memory=self._device.type != "cpu")
-        for first, to, length in neighbours(block_ids, range(len(block_ids))):
-            for plane, place in zip(self.planes, staged, strict=True):
+        places = torch.from_numpy(destination.view(np.int8))  # [num_planes, blocks, plane_block_bytes]
+        for first, to, length in neighbours(block_ids, destination_ids):
+            for plane, place in zip(self.planes, places, strict=True):
                 place[to : to + length].copy_(plane[first : first + length])
-        return staged.numpy().view(np.uint8)
 
     def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
         """As the base says; the device has them when this returns."""
         for first, to, length in neighbours(source_ids, block_ids):
-            # Copied first: torch takes no memory that is read-only, as messages and other workers' pools are.
-            content = torch.from_numpy(source[:, first : first + length].copy().view(np.int8))
-            for plane, blocks in zip(self.planes, content, strict=True):
+            content = source[:, first : first + length]
+            if not content.flags.writeable:
+                content = content.copy()  # torch takes no memory that is read-only, as messages and others' pools are
+            for plane, blocks in zip(self.planes, torch.from_numpy(content.view(np.int8)), strict=True):
                 plane[to : to + length].copy_(blocks)
 
     def plane_addresses(self) -> list[int]:

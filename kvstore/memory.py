@@ -87,9 +87,21 @@ class BlockMemory(ABC):
     def num_ahead(self) -> int:
         """Free blocks at which growing should begin, because it takes long; 0 where it does not."""
 
-    @abstractmethod
     def read_blocks(self, block_ids: Sequence[int]) -> Planes:
         """A copy of blocks, ids already checked: [num_planes, len(block_ids), plane_block_bytes]."""
+        packed = self.host_planes(len(block_ids))
+        self.copy_blocks(block_ids, packed, range(len(block_ids)))
+        return packed
+
+    def host_planes(self, num_blocks: int) -> Planes:
+        """Memory of this machine that blocks are copied to best: [num_planes, num_blocks, plane_block_bytes]. Raises
+        MemoryError or RuntimeError without room."""
+        return np.empty((self.layout.num_planes, num_blocks, self.layout.plane_block_bytes), dtype=np.uint8)
+
+    @abstractmethod
+    def copy_blocks(self, block_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
+        """Copies blocks, ids already checked, to `destination_ids` of [num_planes, blocks, plane_block_bytes]; they are
+        there when this returns."""
 
     @abstractmethod
     def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
@@ -182,12 +194,9 @@ class PoolMemory(BlockMemory):
             -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _has_huge_pages(self.layout, self.ceiling) else 0
         )
 
-    def read_blocks(self, block_ids: Sequence[int]) -> Planes:
+    def copy_blocks(self, block_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
         """As the base says."""
-        shape = (self.layout.num_planes, len(block_ids), self.layout.plane_block_bytes)
-        packed = np.empty(shape, dtype=np.uint8)
-        copy_blocks(self.planes, block_ids, packed, range(len(block_ids)))
-        return packed
+        copy_blocks(self.planes, block_ids, destination, destination_ids)
 
     def write_blocks(self, block_ids: Sequence[int], source: Planes, source_ids: Sequence[int]) -> None:
         """As the base says."""

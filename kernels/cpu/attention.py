@@ -115,6 +115,24 @@ def scale_at(address: Any) -> Any:
     return pointer(address, F32)[0]
 
 
+@njit(error_model="numpy", forceinline=True)
+def own_items(items: Any, num_items: Any) -> Any:
+    """First and end index of this thread's pieces. They differ in size: it does those whose middle lies in its share of
+    the cost."""
+    cost = 0
+    for index in range(num_items):
+        cost += cost_of(moved(items, index * ITEM_WORDS))
+    threads = np.int64(num_threads())
+    begins, ends, cost = thread_index() * cost // threads, (thread_index() + 1) * cost // threads, 0
+    first = end = 0
+    for index in range(num_items):
+        own = cost_of(moved(items, index * ITEM_WORDS))
+        first += cost + own // 2 < begins
+        end += cost + own // 2 < ends
+        cost += own
+    return first, end
+
+
 def make_attend(element: Any, kept: Any, head_dim: int, group: int, lanes: int, revision: int) -> Kernel:
     """The first kernel, for `group` query heads a KV head and blocks that are a multiple of `lanes`.
 
@@ -133,23 +151,14 @@ def make_attend(element: Any, kept: Any, head_dim: int, group: int, lanes: int, 
         num_kv, block_size, tables, tables_stride = a[5], a[6], pointer(a[7], I32), a[8]
         items, num_items, scale, window = pointer(a[9], I32), a[10], float_of_bits(np.int32(a[11])), a[12]
         partials = pointer(a[13], F32)
-        threads = np.int64(num_threads())
         num_heads, width = num_kv * group, num_kv * pitch
         heads = num_heads * head_dim
         queries = moved(pointer(a[14], F32), thread_index() * MAX_ROWS * (2 * heads + num_heads * PARTITION))
         totals = moved(queries, MAX_ROWS * heads)
         scores = moved(totals, MAX_ROWS * heads)
-        cost = 0
-        for index in range(num_items):
-            cost += cost_of(moved(items, index * ITEM_WORDS))
-        begins, ends, cost = thread_index() * cost // threads, (thread_index() + 1) * cost // threads, 0
-        for index in range(num_items):
+        first_item, end_item = own_items(items, num_items)
+        for index in range(first_item, end_item):
             item = moved(items, index * ITEM_WORDS)
-            # Pieces differ in size: a thread does those whose middle lies in its share of the cost.
-            middle = cost + cost_of(item) // 2
-            cost += cost_of(item)
-            if middle < begins or middle >= ends:
-                continue
             table = moved(tables, item[0] * tables_stride)
             first_row, num_rows, position = np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
             first, last, partial = np.int64(item[4]), np.int64(item[5]), np.int64(item[6])

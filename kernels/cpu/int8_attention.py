@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kernels import SCALE_BYTES
-from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, cost_of
+from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, own_items
 from kernels.cpu.int8_products import (
     QUAD,
     STEP,
@@ -37,7 +37,7 @@ from kernels.cpu.simd import (
     pointer,
     widen,
 )
-from kernels.cpu.threads import Kernel, num_threads, thread_index
+from kernels.cpu.threads import Kernel, thread_index
 from kernels.cpu.tiles import CONFIG_BYTES, TILE, configure, release_tiles
 
 QUERY_STEPS = np.float32(127 * 128)
@@ -70,7 +70,6 @@ def make_int8_attend(element: Any, head_dim: int, group: int, num_kv: int, revis
         block_size, tables, tables_stride = a[6], pointer(a[7], I32), a[8]
         items, num_items, scale, window = pointer(a[9], I32), a[10], float_of_bits(np.int32(a[11])), a[12]
         partials = pointer(a[13], F32)
-        threads = np.int64(num_threads())
         scratch = a[14] + thread_index() * share
         queries_at = scratch + CONFIG_BYTES
         products_at = queries_at + 2 * kv_at_once * steps_a_head * 1024
@@ -87,16 +86,9 @@ def make_int8_attend(element: Any, head_dim: int, group: int, num_kv: int, revis
             queries[i] = np.int32(0)
         for i in range(TILE):
             factors[i] = np.float32(0)
-        cost = 0
-        for index in range(num_items):
-            cost += cost_of(moved(items, index * ITEM_WORDS))
-        begins, ends, cost = thread_index() * cost // threads, (thread_index() + 1) * cost // threads, 0
-        for index in range(num_items):
+        first_item, end_item = own_items(items, num_items)
+        for index in range(first_item, end_item):
             item = moved(items, index * ITEM_WORDS)
-            middle = cost + cost_of(item) // 2
-            cost += cost_of(item)
-            if middle < begins or middle >= ends:
-                continue
             table = moved(tables, item[0] * tables_stride)
             first_row, num_rows, position = np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
             first, last, partial = np.int64(item[4]), np.int64(item[5]), np.int64(item[6])

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, cost_of
+from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, own_items
 from kernels.cpu.score_rows import (
     ROW,
     WORD,
@@ -33,7 +33,7 @@ from kernels.cpu.score_rows import (
     tile_at,
 )
 from kernels.cpu.simd import FUSED, INDEX, float_of_bits, moved, narrow, pointer
-from kernels.cpu.threads import Kernel, num_threads, thread_index
+from kernels.cpu.threads import Kernel, thread_index
 from kernels.cpu.tiles import CONFIG_BYTES, LONG, TILE, at, call, configure, release_tiles
 
 SCORES, KEYS, QUERIES = 0, 1, 2
@@ -255,7 +255,6 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
         block_size, tables, tables_stride = a[6], pointer(a[7], I32), a[8]
         items, num_items, scale, window = pointer(a[9], I32), a[10], float_of_bits(np.int32(a[11])), a[12]
         partials = pointer(a[13], F32)
-        threads = np.int64(num_threads())
         scratch = a[14] + thread_index() * share
         queries_at = scratch + CONFIG_BYTES
         scores_at = queries_at + num_steps * 1024
@@ -266,16 +265,9 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
         configure(scratch, 2 * TILE)
         for i in range(num_steps * 256):
             queries[i] = np.uint32(0)
-        cost = 0
-        for index in range(num_items):
-            cost += cost_of(moved(items, index * ITEM_WORDS))
-        begins, ends, cost = thread_index() * cost // threads, (thread_index() + 1) * cost // threads, 0
-        for index in range(num_items):
+        first_item, end_item = own_items(items, num_items)
+        for index in range(first_item, end_item):
             item = moved(items, index * ITEM_WORDS)
-            middle = cost + cost_of(item) // 2
-            cost += cost_of(item)
-            if middle < begins or middle >= ends:
-                continue
             table = moved(tables, item[0] * tables_stride)
             first_row, num_rows, position = np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
             first, last, partial = np.int64(item[4]), np.int64(item[5]), np.int64(item[6])

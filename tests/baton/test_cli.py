@@ -167,7 +167,7 @@ def test_every_process_understands_its_flags() -> None:
         max_num_seqs=8, max_num_tokens=64, chunk_size=32, kv_block_size=4, num_kv_blocks=9,
         target_step_ms=80.0, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
         speculation="ngram", draft_model_path="small", draft_length=7, acceptance_threshold=0.4,
-        spec_memory_budget_mb=64,
+        spec_memory_budget_mb=64, swap_space_gib=1.5,
         kv_transports=("grpc",), otlp_endpoint="http://127.0.0.1:4317", log_level="debug", drain_timeout_s=3.5,
         trace=True, trace_exporter="console", trace_sample_ratio=0.5, trace_slow_total_ms=7.0, trace_text=True,
     )  # fmt: skip
@@ -183,6 +183,7 @@ def test_every_process_understands_its_flags() -> None:
             assert (loaded.kv_block_size, loaded.kv_transports, loaded.chunk_size) == (4, ("grpc",), 32)
             assert (loaded.speculation, loaded.draft_length, loaded.acceptance_threshold) == ("ngram", 7, 0.4)
             assert (loaded.spec_memory_budget_mb, loaded.draft_model_path) == (64, "small")
+            assert loaded.swap_space_gib == 1.5
             assert (loaded.role == "mixed") == spec.name.startswith("mixed")
             assert loaded.cpu_set() == set(spec.cpus)
     assert [spec.name for spec in topology.processes] == ["router-0", "router-1", "prefill-0", "decode-0", "mixed-0"]

@@ -1,7 +1,8 @@
 """A decode pool for exhaustive exploration: requests that come, are evicted and come again as a router sends them.
 
-A step and a transfer take time: between their begin and end anything else may happen. A transfer that was told to stop
-still writes once. What comes again has its outputs, its age and one eviction more.
+A step, a transfer and a copy to host memory take time: between their begin and end anything else may happen, but that
+copies are made before the step. A transfer that was told to stop still writes once. What comes again has its outputs,
+its age and one eviction more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pools import BLOCK_SIZE, Memory, Step, check_plan, make_holdings, make_limi
 from decode_svc.scheduler import DecodeScheduler
 from engine.lengths import OutputLengths
 from engine.planning import Plan
-from engine.ranking import oldest
+from engine.ranking import by_class_when_served, oldest
 from engine.request import Priority, Sample
 from engine.sequence import DECODE_MOVES, Sequence, State
 
@@ -59,11 +60,12 @@ class DecodeWorld(World):
         reserved: int = 99,
         expected: int = 1,
         script: tuple[int, ...] = (),
+        num_host_blocks: int = 0,
         **limits: Any,
     ) -> None:
         """Every answer is expected to have `expected` tokens more, as far as its max_tokens go. With a `script` steps
         have drafts, as many as may be, of which the first ones are right: the script says how many, in turn."""
-        self.holdings = make_holdings(num_blocks)
+        self.holdings = make_holdings(num_blocks, num_host_blocks=num_host_blocks)
         self.limits = make_limits(**{"max_model_len": num_blocks * BLOCK_SIZE, "max_num_seqs": 2, **limits})
         drafter = Scripted(true_token, script) if script else None
         lengths = OutputLengths(prior_tokens=expected)
@@ -82,6 +84,8 @@ class DecodeWorld(World):
 
     def events(self) -> list[Event]:
         events: list[Event] = [("plan",)] if self.step is None else [("commit",), *([("fail",)] * self._may_fail())]
+        if self.holdings.swaps:
+            events = [("copy",)]
         for index, sequence in enumerate(self.attempts):
             if sequence is None or sequence.state in GOES_ON:
                 events.append(("arrive", index))
@@ -99,11 +103,11 @@ class DecodeWorld(World):
         """Steps, transfers, and the return of what has come before."""
         if event[0] == "arrive":
             return self.attempts[event[1]] is not None
-        return event[0] in ("plan", "commit", "first_bytes", "end_fetch")
+        return event[0] in ("plan", "copy", "commit", "first_bytes", "end_fetch")
 
     def has_work(self) -> bool:
         comes_again = any(each is not None and each.state in GOES_ON for each in self.attempts)
-        return comes_again or bool(self.scheduler.live() or self.fetches or self.step)
+        return comes_again or bool(self.scheduler.live() or self.fetches or self.step or self.holdings.swaps)
 
     def _may_fail(self) -> bool:
         return self.num_faults_left > 0
@@ -129,14 +133,15 @@ class DecodeWorld(World):
 
     def plan(self) -> None:
         live = [each for each in self.attempts if each is not None and not each.is_over]
-        holders = [each for each in live if each.state is not State.QUEUED]
+        holders = self._seated()
+        before = {each: each.num_displaced for each in holders}
         plan = self.scheduler.plan(0.0)
-        holding = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+        holding = self._seated()
         check_plan(plan, self.limits, len(holding))
         for index, sequence in enumerate(self.attempts):
             self.num_preemptions[index] += sequence in live and sequence is not None and "higher" in sequence.detail
-        assert not holders or not oldest(holders).is_over or len(holders) == 1, "the oldest was evicted"
-        self.check_victims(holders, holding)
+        assert len(holders) < 2 or oldest(holders) in holding or oldest(holders).state is State.FINISHED
+        self.check_victims(before, holding)
         self.check_classes(plan)
         for sequence in self.scheduler.take_fetches():
             sequence.num_pins += 1
@@ -144,6 +149,9 @@ class DecodeWorld(World):
         if plan.slices:
             self.step = Step(plan, self.holdings)
             self.step.check_writers()
+
+    def copy(self) -> None:
+        self.memory.swap(self.holdings)
 
     def commit(self) -> None:
         step, self.step = self.step, None
@@ -190,6 +198,9 @@ class DecodeWorld(World):
         assert sequence is not None
         return sequence
 
+    def _seated(self) -> list[Sequence]:
+        return [each for each in self.scheduler.live() if each not in self.scheduler._waiting]
+
     def _next(self, sequence: Sequence) -> Sample:
         return Sample(true_token(sequence, sequence.num_tokens))
 
@@ -210,12 +221,14 @@ class DecodeWorld(World):
         fetches = tuple(
             (describe(each, names), each.is_over or self.scheduler._fetching[each]) for each in self.fetches
         )
+        swaps = tuple((describe(each.sequence, names), each.copy.direction) for each in self.holdings.swaps)
         parts = () if self.step is None else self.step.plan.slices
         slices = tuple((describe(part.sequence, names), part.num_tokens, part.drafts) for part in parts)
         return (
             attempts,
             fetches,
             slices,
+            swaps,
             names.pool(),
             self.num_faults_left,
             self.scheduler._num_places_given * self.limits.is_static,
@@ -235,7 +248,9 @@ class DecodeWorld(World):
         assert set(live) == {each for each in self.attempts if each is not None and not each.is_over}
         for each in self.attempts:
             if each is not None:
-                assert not each.is_over or not each.block_table or each.num_pins, "over, untouched and not freed"
+                freed = not each.block_table and each.host_table is None
+                assert not each.is_over or freed or each.num_pins, "over, untouched and not freed"
+                assert each.num_displaced <= self.limits.max_preemptions
                 assert each.state is not State.FINISHED or each.finish_reason is not None
         self.check_tables(live)
         assert max(self.num_preemptions) <= self.limits.max_preemptions
@@ -243,24 +258,30 @@ class DecodeWorld(World):
     def check_tables(self, live: list[Sequence]) -> None:
         """No table is longer than its tokens and the next one need, beyond a step that computes drafts."""
         stepping = [] if self.step is None else [part.sequence for part in self.step.plan.slices if part.drafts]
+        num_more = min(1, self.holdings.host_pool.num_total)  # what comes back has room for its next token
         for each in live:
             if each.state is not State.QUEUED and each not in stepping:
-                most = self.holdings.num_blocks(max(each.num_tokens, each.request.num_input_tokens + 1))
+                most = self.holdings.num_blocks(max(each.num_tokens + num_more, each.request.num_input_tokens + 1))
                 assert len(each.block_table) <= most, "blocks of drafts were kept"
 
     def rank(self, sequence: Sequence) -> float:
         return sequence.since_s - self.limits.ageing_s * sequence.request.priority
 
-    def check_victims(self, before: list[Sequence], after: list[Sequence]) -> None:
-        """Who lost blocks to growth ranks behind all that had some and keep them, but the oldest."""
-        for victim in before:
+    def check_victims(self, before: dict[Sequence, int], after: list[Sequence]) -> None:
+        """Who was evicted for growth ranks behind all that had blocks and keep them, but the oldest. Who went to host
+        memory is of no higher class than the last by rank."""
+        for victim, num_displaced in before.items():
+            kept = [each for each in before if each in after and each is not oldest(before)]
             if victim.state is State.EVICTED and "next token" in victim.detail:
-                kept = [each for each in before if each in after and each is not oldest(before)]
                 assert all(self.rank(each) < self.rank(victim) for each in kept), "taken from one who ranks before"
+            is_swapped_out = victim.host_table is not None and victim not in after and not victim.is_over
+            if is_swapped_out and victim.num_displaced == num_displaced:
+                last = max([*kept, victim], key=self.rank)
+                assert victim.request.priority <= last.request.priority, "taken from one of a higher class"
 
     def check_classes(self, plan: Plan) -> None:
         """No one runs while the first that waits, of a higher class and rank, could have what it holds."""
-        waiting = sorted((each for each in self.scheduler.live() if each.state is State.QUEUED), key=self.rank)
+        waiting = list(by_class_when_served(self.scheduler._waiting, 0.0, self.limits.ageing_s))
         if not waiting or self.limits.is_static or self.holdings.num_departing_blocks:
             return
         first = waiting[0]
@@ -272,15 +293,15 @@ class DecodeWorld(World):
             victim.num_pins = 0
             other[0].holdings.free(victim)
         other[0].scheduler.plan(0.0)
-        assert other[1].state is State.QUEUED, "a lower class runs on what a higher one waits for"
+        assert other[1] in other[0].scheduler._waiting, "a lower class runs on what a higher one waits for"
 
     def _preemptible(self, waiting: Sequence) -> list[Sequence]:
-        holders = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+        holders = self._seated()
         return [
             each
             for each in holders
             if each.request.priority < waiting.request.priority
             and self.rank(each) > self.rank(waiting)
             and each is not oldest(holders)
-            and each.request.num_evictions < self.limits.max_preemptions
+            and each.request.num_evictions + each.num_displaced < self.limits.max_preemptions
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pools import make_holdings, make_limits, make_sequence
+from pools import BLOCK_SIZE, Memory, Step, make_holdings, make_limits, make_sequence
 
 from decode_svc.scheduler import DecodeScheduler
 from engine.lengths import OutputLengths
@@ -39,8 +39,9 @@ class Decode:
 
     Every answer is expected to have `expected` tokens more, so that by default nothing is kept free for growth."""
 
-    def __init__(self, num_blocks=100, reserved=1000, expected=1, **limits):
-        self.holdings = make_holdings(num_blocks)
+    def __init__(self, num_blocks=100, reserved=1000, expected=1, num_host_blocks=0, **limits):
+        self.holdings = make_holdings(num_blocks, num_host_blocks=num_host_blocks)
+        self.memory = Memory()
         merged = {"max_model_len": num_blocks * 4, "max_num_tokens": 64, "chunk_size": 64, **limits}
         self.scheduler = DecodeScheduler(
             self.holdings, make_limits(**merged), reserved, OutputLengths(prior_tokens=expected)
@@ -60,9 +61,14 @@ class Decode:
         for sequence in self.scheduler.take_fetches():
             sequence.num_pins += 1
         took = [(part.sequence, part.num_tokens) for part in plan.slices]
+        step = Step(plan, self.holdings)
+        self.memory.swap(self.holdings)
+        step.run(self.memory)
         self.scheduler.commit(plan, [Sample(1) for part in plan.slices if part.samples], self.now_s)
         return took
 
     def arrive(self, sequence: Sequence) -> None:
+        for index in range(sequence.num_cached // BLOCK_SIZE, self.holdings.num_blocks(sequence.num_tokens)):
+            self.memory.write_block(sequence, index, sequence.num_tokens)
         self.scheduler.fetched(sequence, Sample(1), self.now_s)
         self.holdings.unpin(sequence)

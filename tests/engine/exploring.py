@@ -155,12 +155,15 @@ def describe(sequence: Sequence, names: Names) -> Hashable:
         sequence.num_registered,
         sequence.num_pins,
         names.table(sequence),
+        None if sequence.host_table is None else len(sequence.host_table),
+        sequence.num_displaced,
     )
 
 
 def check_accounts(holdings: Holdings, live: list[Sequence]) -> None:
     """No block is lost or held twice, and nothing that is over and untouched holds any."""
-    holdings.pool.check(holdings.references())
+    holdings.check()
     assert holdings.num_accounted == holdings.pool.num_used
     for sequence in live:
-        assert sequence.num_computed <= len(sequence.block_table) * BLOCK_SIZE
+        table = sequence.block_table if sequence.host_table is None else sequence.block_table or sequence.host_table
+        assert sequence.num_computed <= len(table) * BLOCK_SIZE

@@ -24,8 +24,9 @@ EOS = 9
 _IDS: Iterator[int] = itertools.count(1)
 
 
-def make_holdings(num_blocks: int, ceiling: int | None = None) -> Holdings:
-    return Holdings(BlockPool(num_blocks, ceiling), PrefixHasher("model", "layout", BLOCK_SIZE), BLOCK_SIZE)
+def make_holdings(num_blocks: int, ceiling: int | None = None, num_host_blocks: int = 0) -> Holdings:
+    hasher = PrefixHasher("model", "layout", BLOCK_SIZE)
+    return Holdings(BlockPool(num_blocks, ceiling), hasher, BLOCK_SIZE, num_host_blocks)
 
 
 def make_limits(**changes: Any) -> Limits:
@@ -72,6 +73,23 @@ class Memory:
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
+        self._host_slots: dict[int, tuple[int, int]] = {}
+
+    def swap(self, holdings: Holdings) -> None:
+        """Makes the copies to host memory and back that were ordered, and says so."""
+        for copy in (swap.copy for swap in holdings.swaps):
+            assert len(copy.block_ids) == len(copy.host_ids)
+            for block, host_block in zip(copy.block_ids, copy.host_ids, strict=True):
+                assert holdings.pool.ref_count(block) > 0, "a block was freed under a copy"
+                assert copy.direction == "out" or holdings.pool.ref_count(block) == 1, "a copy to what others read"
+                assert holdings.host_pool.ref_count(host_block) == 1
+                for offset in range(BLOCK_SIZE):
+                    here, there = block * BLOCK_SIZE + offset, host_block * BLOCK_SIZE + offset
+                    if copy.direction == "out":
+                        _copy(self._slots, here, self._host_slots, there)
+                    else:
+                        _copy(self._host_slots, there, self._slots, here)
+        holdings.copied()
 
     def write_block(self, sequence: Record, index: int, num_tokens: int) -> None:
         """Writes the block `index` of a sequence as a transfer of `num_tokens` positions does."""
@@ -87,6 +105,12 @@ class Memory:
         for table, length, context in zip(batch.block_tables, batch.context_lens, contexts, strict=True):
             read = [self._slots.get(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE) for p in range(length)]
             assert read == [(token, position) for position, token in enumerate(context)], "KV of someone else"
+
+
+def _copy(source: dict[int, tuple[int, int]], at: int, to: dict[int, tuple[int, int]], place: int) -> None:
+    to.pop(place, None)
+    if at in source:
+        to[place] = source[at]
 
 
 class Step:

@@ -12,7 +12,7 @@ from exploring import Explored, Found, explore
 from prefill_world import PrefillWorld, Prompt
 
 from engine.request import Priority
-from engine.sequence import Sequence, State
+from engine.sequence import Sequence
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 MAX_STATES = 10_000
@@ -204,10 +204,9 @@ class TakesFromTheFirst(DecodeWorld):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.scheduler._victim = self.first  # type: ignore[method-assign]
+        self.scheduler._victims.for_growth = self.first  # type: ignore[method-assign]
 
-    def first(self) -> Sequence:
-        holders = [each for each in self.scheduler.live() if each.state is not State.QUEUED]
+    def first(self, holders: list[Sequence]) -> Sequence:
         return min(holders, key=lambda each: (each.since_s == 1, self.rank(each)))
 
 
@@ -220,3 +219,55 @@ def test_an_exploration_finds_who_is_taken_from_against_rank():
 def test_an_exploration_counts_what_it_did():
     # Come, plan, commit twice with one token each; a plan before it comes changes nothing.
     assert explore(DecodeWorld(2, [Asked(1, 1)], num_faults=0), 9) == Explored(6, 7, 4)
+
+
+IN_HOST_MEMORY = (
+    "two that outgrow the pool together",
+    "outputs twice as long as the pool has room for at once",
+    "a high class lacks a seat",
+    "a high class lacks blocks",
+    "a high class lacks places in the step",
+    "a low class that has waited longer than classes weigh",
+    "growth beside what a high class has reserved",
+    "a shared prefix",
+    "static batches that outgrow the pool",
+)
+
+
+class Swapping(DecodeWorld):
+    """Notes that somebody was swapped out."""
+
+    num_swaps = 0
+
+    def copy(self):
+        type(self).num_swaps += len(self.holdings.swaps)
+        super().copy()
+
+
+@pytest.mark.parametrize("case", IN_HOST_MEMORY)
+@pytest.mark.parametrize("num_host_blocks", [1, 9])
+def test_decode_with_host_memory_whatever_the_order(case, num_host_blocks):
+    num_blocks, asked, options = DECODE[case]
+    Swapping.num_swaps = 0
+    explored = explore(Swapping(num_blocks, asked, num_host_blocks=num_host_blocks, **options), MAX_STATES)
+    assert explored.num_states > 100, "too few for what the case is about"
+    assert Swapping.num_swaps or num_host_blocks == 1, "nobody was swapped out"
+
+
+class LeavesHostBlocks(DecodeWorld):
+    """Forgets what host memory holds of those that end there."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.holdings._free_host = self.keep  # type: ignore[method-assign]
+
+    def keep(self, sequence):
+        if not sequence.is_over:
+            self.holdings.host_pool.release(sequence.host_table or ())
+        sequence.host_table = None
+
+
+def test_an_exploration_finds_host_memory_that_leaks():
+    num_blocks, asked, options = DECODE["two that outgrow the pool together"]
+    with pytest.raises(Found, match="none is accounted for"):
+        explore(LeavesHostBlocks(num_blocks, asked, num_host_blocks=9, **options), MAX_STATES)

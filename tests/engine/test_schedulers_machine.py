@@ -55,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_preemptions=st.integers(0, 2),
         is_static=st.booleans(),
         expected=st.sampled_from([1, 3, 99]),
+        num_host_blocks=st.sampled_from([0, 3, 14]),
     )
     def create(
         self,
@@ -68,9 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_preemptions: int,
         is_static: bool,
         expected: int,
+        num_host_blocks: int,
     ) -> None:
         self.lengths = OutputLengths(prior_tokens=expected)
-        self.holdings = make_holdings(min(num_blocks, ceiling), ceiling)
+        self.holdings = make_holdings(min(num_blocks, ceiling), ceiling, num_host_blocks)
         budget = max_num_seqs + extra_tokens
         self.limits = make_limits(
             max_num_seqs=max_num_seqs,
@@ -101,19 +103,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [sequence for sequence in self.sequences if not sequence.is_over]
 
     def holding(self) -> list[Sequence]:
-        return [sequence for sequence in self.live() if sequence.state is not State.QUEUED]
+        """Those with a seat."""
+        return [
+            sequence
+            for sequence in self.live()
+            if sequence.state is not State.QUEUED and sequence not in self.scheduler._waiting
+        ]
 
     # Steps: what happens between `plan_step` and its end happens while the device runs.
 
     @precondition(lambda self: self.scheduler is not None and self.step is None)
     @rule()
     def plan_step(self) -> None:
+        self.memory.swap(self.holdings)
         pool = self.holdings.pool
         pool.grow(max(0, self.scheduler.num_wanted_blocks() - pool.num_available))
         before = self.holding()
         oldest = min(before, key=lambda sequence: sequence.since_s, default=None)
         plan = self.scheduler.plan(self.now_s)
-        assert oldest is None or not oldest.is_over, "the oldest was evicted"
+        assert oldest is None or oldest in self.holding(), "the oldest was displaced"
         check_plan(plan, self.limits, len(self.holding()))
         self.planned()
         if plan.slices:
@@ -122,6 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def planned(self) -> None:
         """What a role does after a plan."""
+
+    @precondition(lambda self: self.scheduler is not None and self.holdings.swaps)
+    @rule()
+    def copies_end(self) -> None:
+        self.memory.swap(self.holdings)
 
     @precondition(lambda self: self.step is not None)
     @rule(data=st.data())
@@ -134,8 +147,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """More likely than other rules, so that sequences come far."""
         self.commit([data.draw(TOKENS) for _ in self.step.batch.sample_rows])
 
+    @precondition(lambda self: self.scheduler is not None)
+    @rule(num_steps=st.integers(2, 9))
+    def run_on(self, num_steps: int) -> None:
+        """Nothing else happens for a while, so that sequences outgrow their blocks."""
+        for _ in range(num_steps):
+            if self.step is not None:
+                self.commit([1] * len(self.step.batch.sample_rows))
+            self.plan_step()
+
     def commit(self, tokens: list[int]) -> None:
         step, self.step = self.step, None
+        self.memory.swap(self.holdings)
         step.run(self.memory)
         sampling = [part.sequence for part in step.plan.slices if part.samples and not part.sequence.is_over]
         new_tokens = self.scheduler.commit(step.plan, [Sample(token) for token in tokens], self.now_s)
@@ -170,7 +193,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler is None:
             return
         pool = self.holdings.pool
-        pool.check(self.holdings.references())
+        self.holdings.check()
+        host_blocks = [block for sequence in self.sequences for block in sequence.host_table or ()]
+        assert self.holdings.host_pool.num_used == len(host_blocks)
         assert pool.num_free + pool.num_used + pool.num_cached == pool.num_total
         assert self.holdings.num_accounted == pool.num_used
         assert sorted(map(id, self.scheduler.live())) == sorted(map(id, self.live()))
@@ -178,10 +203,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.num_endings[sequence] == sequence.is_over
             assert 0 <= sequence.num_computed <= sequence.num_tokens
             if sequence.is_over:
-                assert bool(sequence.block_table) <= (sequence.num_pins > 0), "over, untouched and not freed"
-            else:
+                is_freed = not sequence.block_table and sequence.host_table is None
+                assert is_freed or sequence.num_pins > 0, "over, untouched and not freed"
+            elif sequence.host_table is None:
                 assert sequence.num_computed <= len(sequence.block_table) * BLOCK_SIZE
                 assert bool(sequence.block_table) == (sequence.state is not State.QUEUED)
+            else:
+                assert sequence.state in (State.PAUSED, State.PREFILLING)
+                table = sequence.block_table or sequence.host_table
+                assert sequence.num_computed <= len(table) * BLOCK_SIZE
+                assert bool(sequence.block_table) == any(swap.sequence is sequence for swap in self.holdings.swaps)
 
     def teardown(self) -> None:
         """Nothing arrives any more: everything that lives finishes."""
@@ -198,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.live(), f"stuck: {[(s.state, s.num_tokens, s.num_pending) for s in self.live()]}"
         pool = self.holdings.pool
         pool.check({})
-        assert pool.num_used == 0
+        assert pool.num_used == self.holdings.host_pool.num_used == 0
 
     def serve_waiters(self) -> None:
         """Gives the scheduler whatever it waits for."""

@@ -28,7 +28,13 @@ class Worker:
     def __init__(self, num_blocks: int = 16, hands_off: bool = True) -> None:
         self.holdings = make_holdings(num_blocks)
         self.leases = LeaseTable(EPOCH, LEASE_S)
-        self.handoff = SessionHandoff(self.holdings, self.leases, "model", hands_off)
+        self.num_returned = 0
+        self.handoff = SessionHandoff(self.holdings, self.leases, "model", hands_off, self.note_return)
+
+    def note_return(self) -> None:
+        """Somebody may wait for the blocks that are cache again."""
+        assert self.holdings.num_accounted == self.holdings.pool.num_used
+        self.num_returned += 1
 
     def keep(self, key: bytes, tokens: range, fence: int = 1, tenant: str = "") -> None:
         """A turn ends well."""
@@ -72,6 +78,7 @@ def test_the_last_used_comes_first_and_each_comes_once() -> None:
     for lease in worker.leases:
         worker.leases.break_(lease)
     assert audit(worker.holdings) == (0, 0) and worker.holdings.pool.num_cached == 6
+    assert worker.num_returned == 3
     worker.check()
 
 

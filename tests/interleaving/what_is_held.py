@@ -22,6 +22,7 @@ def worker_holds(worker: RunningWorker) -> Iterator[str]:
         "attempts": role.live_attempts(),
         "sequences": len(role.scheduler.live()),  # type: ignore[attr-defined]
         "blocks departing": worker.parts.holdings.num_departing_blocks,
+        "blocks in host memory": worker.parts.holdings.host_pool.num_used,
     }
     if isinstance(role, DecodeService | PrefillService):
         counts["fetches"] = len(role._fetches)

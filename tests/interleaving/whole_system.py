@@ -362,7 +362,7 @@ class System:
         for node in self.nodes.values():
             if isinstance(node.running, RunningWorker):
                 holdings = node.running.parts.holdings
-                holdings.pool.check(holdings.references())
+                holdings.check()
                 if holdings.pool.num_free + holdings.pool.num_cached != holdings.pool.num_total:
                     raise Violation(f"{node.name}: blocks are missing: {holdings.pool!r}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from drafting import take_no_time
-from model_driver import BLOCK_SIZE
 
 from decode_svc.scheduler import DecodeScheduler
 from engine.drafters import Drafter
@@ -28,8 +27,9 @@ class Pool:
 
     def __init__(self, runner: ModelRunner, drafter: Drafter | None, num_blocks: int = 64, **limits: Any) -> None:
         self.runner = runner if drafter is None else drafter.runner(runner)
-        self.holdings = Holdings(BlockPool(num_blocks), PrefixHasher("model", "layout", BLOCK_SIZE), BLOCK_SIZE)
-        merged = {"max_model_len": num_blocks * BLOCK_SIZE, "max_num_seqs": 8, "max_num_tokens": 256, **limits}
+        self.block_size = block_size = runner.cache.layout.block_size
+        self.holdings = Holdings(BlockPool(num_blocks), PrefixHasher("model", "layout", block_size), block_size)
+        merged = {"max_model_len": num_blocks * block_size, "max_num_seqs": 8, "max_num_tokens": 256, **limits}
         self.limits = Limits(chunk_size=256, eos_token_ids=EOS, **merged)
         self.scheduler = DecodeScheduler(self.holdings, self.limits, 0, drafter=drafter)
         if drafter is not None:
@@ -45,7 +45,7 @@ class Pool:
     def step(self) -> None:
         self.now_s += 1
         plan = self.scheduler.plan(self.now_s)
-        batch = build_batch(plan, BLOCK_SIZE, EOS)
+        batch = build_batch(plan, self.block_size, EOS)
         samples = self.runner.run(batch)
         take_drafts(plan, batch, 0.0)
         for token in self.scheduler.commit(plan, samples, self.now_s):
@@ -56,7 +56,7 @@ class Pool:
     def run(self) -> None:
         while self.scheduler.live():
             self.step()
-        self.holdings.pool.check(self.holdings.references())
+        self.holdings.check()
         assert self.holdings.pool.num_used == 0
 
 

@@ -103,13 +103,22 @@ def test_threads_do_not_change_results(ops: Ops, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(case.attend(load_ops("cpu")), shared)
 
 
-def test_nan_within_the_context_is_seen(ops: Ops) -> None:
-    case = make_case([(1, 40), (1, 300)])
-    case.keys[case.sequences[0][2][0], 3, 0] = math.nan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the matrix unit multiplies keys by zeros as well
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_nan_within_the_context_is_seen(ops: Ops, dtype: torch.dtype, place: int, wrong: float) -> None:
+    """By the heads that read it, and by no others: those say what they say without it."""
+    case = make_case([(1, 40), (1, 300), (1, 300)]).to(dtype)
     case.values[case.sequences[1][2][2], 5, 2, 7] = math.nan
+    without = case.attend(ops)
+    case.keys[case.sequences[0][2][0], place, 0] = wrong
+    case.keys[case.sequences[2][2][0], place, 1] = wrong
     result = case.attend(ops)
-    assert result[0, :3].isnan().all() and not result[0, 3:].isnan().any()
-    assert result[1, 6:, 7].isnan().all() and result[1].isnan().sum() == 3
+    assert result[0, :3].isnan().all() and result[2, 3:6].isnan().all()
+    assert result[1, 6:, 7].isnan().all() and result.isnan().sum() == 2 * 3 * 64 + 3
+    others = ~result.isnan()
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(result[others], without[others], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Tiny models and what drives them; workers on real sockets.
+# Schedulers with drafts; tiny models and what drives them; workers on real sockets.
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 

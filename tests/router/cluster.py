@@ -119,7 +119,7 @@ class Cluster:
         """Waits until no worker holds anything, then audits the pools."""
         for worker in (*self.prefills, *self.decodes):
             await load_of(worker.address, holds_nothing, limit_s, worker.parts.cluster.calling)
-            worker.parts.holdings.pool.check(worker.parts.holdings.references())
+            worker.parts.holdings.check()
             assert worker.role.live_attempts() == 0
             assert not worker.stepping.done()
 

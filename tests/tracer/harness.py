@@ -287,8 +287,9 @@ async def balanced(worker: RunningWorker, limit_s: float = 1.0) -> None:
         finally:
             reports.cancel()
     pool = worker.parts.holdings.pool
-    pool.check(worker.parts.holdings.references())
+    worker.parts.holdings.check()
     assert pool.num_free + pool.num_cached == pool.num_total
+    assert worker.parts.holdings.host_pool.num_used == 0
     assert not worker.stepping.done()
 
 
