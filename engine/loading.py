@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine import tracer
 from engine.batch import Runner
+from engine.profiling import Measures
 from kvstore.layout import DTYPE_BYTES, KVLayout
 from kvstore.memory import BlockMemory, PoolMemory
 from runtime import huge_pages
@@ -71,6 +72,10 @@ class ModelParts(ABC):
     @abstractmethod
     def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
         """Reads the weights; blocks, so call it from a thread. `progress` is told the part done, 0 to 1."""
+
+    def measures(self, runner: Runner) -> Measures | None:
+        """What profiles ask of what `load` made; None: it computes nothing that could be measured."""
+        return None
 
 
 def open_model(
@@ -162,6 +167,12 @@ def _open_checkpoint(
             if device_ops is None:
                 LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
             return model_runner.ModelRunner(decoder, ops, KVCache(memory), max_graph_rows)
+
+        def measures(self, runner: Runner) -> Measures:
+            from engine.measures import ModelMeasures
+
+            assert isinstance(runner, model_runner.ModelRunner)
+            return ModelMeasures(runner, quantization)
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
     # numbers are rounded to 8 bits in other ways.
