@@ -37,6 +37,8 @@ class RunningSystem:
     """Its processes and the routers' addresses."""
     supervisor: Supervisor
     """What keeps it running."""
+    secret_file: Path
+    """With what its workers ask of callers."""
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +64,8 @@ async def running(config: ServeConfig, on_change: Callable[[Change], None]) -> A
                 metadata_server.find_binary()
                 await supervisor.start([metadata_server.process_spec(redis_port, secret_file)])
             await supervisor.start(topology.processes)
-            yield RunningSystem(topology, supervisor)
+            assert config.cluster_secret_file is not None
+            yield RunningSystem(topology, supervisor, config.cluster_secret_file)
         finally:
             await supervisor.stop()
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,8 @@ def analyse(folder: Path) -> None:
 class NpuCounter(DeviceCounter):
     """One run of the profiler."""
 
-    def __init__(self, counted: Counted, analyse: Callable[[Path], None] = analyse) -> None:
+    def __init__(self, counted: Counted) -> None:
         self._counted = counted
-        self._analyse = analyse
         # Letters, digits and underscores: the profiler takes no other paths.
         self._folder = Path(tempfile.mkdtemp(prefix="baton_profile_"))
         self._profile: Any = None
@@ -83,7 +82,7 @@ class NpuCounter(DeviceCounter):
         runs = sorted(self._folder.glob("*_ascend_pt"))
         if not runs:
             raise DeviceUnavailable("the profiler of torch_npu left nothing behind")
-        self._analyse(runs[0])
+        analyse(runs[0])
         tables = sorted(runs[0].rglob(TABLE))
         if not tables:
             raise DeviceUnavailable(f"the profiler of torch_npu has no {TABLE}: no kernel ran, or it could not count")
