@@ -213,6 +213,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self, request: worker_pb2.ProfileRequest, context: Context[object, object]
     ) -> worker_pb2.ProfileResponse:
         """Steps that run from now on, by what they have to do and how long they take."""
+        self._check_steps()
         response = await self._profiler.profile(request)
         response.worker_id, response.role = self.identity.worker_id, self.identity.role
         return response

@@ -130,7 +130,12 @@ def _options(config: ProfileConfig) -> dict[str, Any]:
 
 def _profile_json(profile: Profile) -> dict[str, Any]:
     response = profile.response
-    found = {"load": profile.load, "worker_id": response.worker_id, "device": response.device, "dtype": response.dtype}
+    found: dict[str, Any] = {
+        "load": profile.load,
+        "worker_id": response.worker_id,
+        "device": response.device,
+        "dtype": response.dtype,
+    }
     found |= {"memory": _message_json(response.memory), "steps": [_message_json(step) for step in response.steps]}
     for name, counted in (("units", profile.units), ("device_memory", profile.memory)):
         found[name] = None if counted is None else _message_json(counted.device_use)
