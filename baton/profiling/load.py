@@ -1,7 +1,7 @@
 """A service of the profile's own under a load that does not change: prompts one after another, or so many streams.
 
 Owns the service and its clients. A load runs for as long as the steps of a profile take, and is given up then. Streams
-that come to their end begin anew; what is profiled begins when each has had a token.
+that come to their end begin anew; what is profiled begins when all are where they are to be measured.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from baton.bench.asks import Ask, Asks
-from baton.bench.load import Load
 from baton.bench.system import until_settled
 from baton.client import AsyncClient
 from baton.profiling.options import ProfileConfig, read_batch_sizes
@@ -26,7 +26,7 @@ from runtime.errors import ConfigError, Unavailable
 
 MAX_OUTPUT_TOKENS = 1024
 START_TIMEOUT_S = 120.0
-"""For every stream's first token."""
+"""For every stream to get there."""
 Say = Callable[[str], None]
 Answers = tuple[list[worker_pb2.ProfileResponse], list[Profile]]
 """What devices can do, by worker (none where nobody measured), and what the steps were."""
@@ -83,14 +83,14 @@ async def _profile_loads(
 ) -> list[Profile]:
     asks, profiles = Asks(model.vocab_size, seed=0), []
     say(f"prefill of {config.prompt_tokens} tokens")
-    async with _under_load(client, lambda: asks.one(config.prompt_tokens, 1), 1):
-        # Without prefill workers the others do it.
-        profiles += await profile_all(pools.prefill or pools.decode, f"prefill {config.prompt_tokens}", config)
+    # Without prefill workers the others do it.
+    prefill = profile_all(pools.prefill or pools.decode, f"prefill {config.prompt_tokens}", config)
+    profiles += await _under_load(client, lambda: asks.one(config.prompt_tokens, 1), 1, prefill)
     num_output = min(MAX_OUTPUT_TOKENS, model.max_model_len - config.context_tokens)
     for num_streams in read_batch_sizes(config.batch_sizes):
         say(f"decode of {num_streams} streams")
-        async with _under_load(client, lambda: asks.one(config.context_tokens, num_output), num_streams):
-            profiles += await profile_all(pools.decode, f"decode {num_streams}", config)
+        decode = profile_all(pools.decode, f"decode {num_streams}", config)
+        profiles += await _under_load(client, lambda: asks.one(config.context_tokens, num_output), num_streams, decode)
     return profiles
 
 
@@ -100,28 +100,40 @@ async def profile_all(workers: Sequence[WorkerCalls], load: str, config: Profile
     return await asyncio.gather(*asking)
 
 
-@contextlib.asynccontextmanager
-async def _under_load(client: AsyncClient, make: Callable[[], Ask], num_streams: int) -> AsyncIterator[None]:
-    """Runs the block while so many requests are kept running, each of which has had a token. Unavailable if any
-    fails."""
-    load = Load([client], lambda: None)
-    sending = asyncio.create_task(load.keep("", make, num_streams, asyncio.Event()))
+async def _under_load(
+    client: AsyncClient, make: Callable[[], Ask], num_streams: int, profiling: Coroutine[Any, Any, list[Profile]]
+) -> list[Profile]:
+    """Has that done while so many requests are kept running. Raises what any of them raises."""
+    flowing = asyncio.Semaphore(0)
     try:
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                for _ in range(num_streams):
-                    await load.streaming.acquire()
-        except TimeoutError:
-            raise Unavailable(f"{num_streams} streams had no token in {START_TIMEOUT_S:g} s") from None
-        _check(load)
-        yield
-        _check(load)
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(_keep(client, make, flowing)) for _ in range(num_streams)]
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    for _ in streams:
+                        await flowing.acquire()
+            except TimeoutError:
+                raise Unavailable(f"not all of {num_streams} streams began in {START_TIMEOUT_S:g} s") from None
+            profiles = await profiling
+            for stream in streams:
+                stream.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     finally:
-        sending.cancel()
-        await asyncio.wait([sending])
+        profiling.close()  # where it was never begun
+    return profiles
 
 
-def _check(load: Load) -> None:
-    for outcome in load.all_outcomes():
-        if outcome.finish is None:
-            raise Unavailable(f"the service does not answer: {outcome.error}")
+async def _keep(client: AsyncClient, make: Callable[[], Ask], flowing: asyncio.Semaphore) -> NoReturn:
+    """One request after another; `flowing` is released by each when decode has computed a token of it."""
+    while True:
+        ask, num_messages = make(), 0
+        answer = client.generate(
+            prompt_token_ids=ask.prompt_token_ids, max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True
+        )
+        async with contextlib.aclosing(answer) as chunks:
+            async for chunk in chunks:
+                num_messages += bool(chunk.tokens)
+                # The first token is of prefill.
+                if chunk.tokens and num_messages == min(2, ask.output_tokens):
+                    flowing.release()

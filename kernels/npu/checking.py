@@ -87,8 +87,8 @@ class Checker:
         """Whether the device counts a product of matrices."""
         name, counter = f"counting of {counted}", self._ops.new_counter(counted)
         assert counter is not None
-        weight = self._ops.prepare_linear(self._there(self._random(torch.bfloat16, 2048, 2048)), None)
-        rows = self._there(self._random(torch.bfloat16, 512, 2048))
+        weight = self._ops.prepare_linear(self._there(self._random(torch.bfloat16, 1024, 1024)), None)
+        rows = self._there(self._random(torch.bfloat16, 256, 1024))
         try:
             counter.start()
             self._ops.linear(rows, weight).cpu()

@@ -45,7 +45,7 @@ class Recorders(list[Any]):
 
 
 async def test_steps_are_told_as_they_ran() -> None:
-    """A prompt of 95 tokens in chunks of 64, then seven tokens of one sequence."""
+    """A prompt of 96 tokens in chunks of 64, then seven tokens of one sequence."""
     async with cell(mixed=True) as c:
         recorders, profiling = Recorders(c), asyncio.ensure_future(c.d.worker.Profile(request(9)))
         await recorders.until(1)
@@ -53,9 +53,9 @@ async def test_steps_are_told_as_they_ran() -> None:
         answer = await asyncio.wait_for(profiling, LIMIT_S)
         assert (answer.worker_id, answer.role) == ("mixed", inference_pb2.WORKER_ROLE_MIXED)
         assert (answer.device, answer.HasField("peaks"), answer.HasField("device_use")) == ("", False, False)
-        assert len(PROMPT) == 95
-        assert [step.num_tokens for step in answer.steps] == [64, 31, *[1] * 7]
-        assert [step.num_prompt_tokens for step in answer.steps] == [64, 31, *[0] * 7]
+        assert len(PROMPT) == 96
+        assert [step.num_tokens for step in answer.steps] == [64, 32, *[1] * 7]
+        assert [step.num_prompt_tokens for step in answer.steps] == [64, 32, *[0] * 7]
         assert {step.num_sequences for step in answer.steps} == {1}
         block_bytes = c.decode.parts.identity.layout.block_bytes
         assert {step.kv_bytes // block_bytes for step in answer.steps} <= {6, 7}
