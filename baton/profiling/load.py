@@ -88,7 +88,7 @@ async def _profile_loads(
     profiles += await _under_load(client, lambda: asks.one(config.prompt_tokens, 1), 1, prefill)
     num_output = min(MAX_OUTPUT_TOKENS, model.max_model_len - config.context_tokens)
     for num_streams in read_batch_sizes(config.batch_sizes):
-        say(f"decode of {num_streams} streams")
+        say(f"decode of {num_streams} stream{'s' if num_streams > 1 else ''}")
         decode = profile_all(pools.decode, f"decode {num_streams}", config)
         profiles += await _under_load(client, lambda: asks.one(config.context_tokens, num_output), num_streams, decode)
     return profiles
