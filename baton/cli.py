@@ -165,6 +165,15 @@ def _bench(argv: Sequence[str]) -> int:
     return asyncio.run(bench(config, sys.stdout))
 
 
+def _profile(argv: Sequence[str]) -> int:
+    from baton.profiling.command import profile
+    from baton.profiling.options import ProfileConfig
+
+    description = "Shows how near the steps of workers come to what their devices can do, and what bounds them."
+    config = configuration.load(ProfileConfig, argv, prog="baton profile", description=description)
+    return asyncio.run(profile(config, sys.stdout))
+
+
 def _version(argv: Sequence[str]) -> int:
     if argv in (["-h"], ["--help"]):
         print("usage: baton version\n\nPrints the version; there are no options.")
@@ -186,6 +195,7 @@ COMMANDS = (
     Command("workers", "Looking", "show the workers and their load", _workers),
     Command("trace", "Looking", "show where a request's time went", _trace),
     Command("bench", "Looking", "put load on a service and measure it", _bench),
+    Command("profile", "Looking", "show what bounds the steps of workers", _profile),
     Command("version", "Looking", "show the version", _version),
 )
 

@@ -289,15 +289,9 @@ class TraceConfig(WorkersConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class DrainConfig:
-    """`baton drain WORKER`."""
+class ClusterConfig:
+    """What the commands that call workers show them."""
 
-    worker: str = field(metadata={"positional": True})
-    """The worker's own address, host:port, as `baton workers` shows it."""
-    drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
-    """How long what runs there may take before it goes on elsewhere; 0: as long as it takes."""
-    next_role: Literal["prefill", "decode", "mixed"] | None = field(default=None, metadata=_in("Worker"))
-    """The part in which the worker starts again when it is empty; default: it takes nothing any more."""
     cluster_secret_file: Path | None = field(default=None, metadata=_in("Credentials"))
     """File with the secret of the cluster, which the worker asks for."""
     cluster_tls_cert_file: Path | None = field(default=None, metadata=_in("Credentials"))
@@ -311,6 +305,18 @@ class DrainConfig:
 
     def __post_init__(self) -> None:
         check_cluster(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainConfig(ClusterConfig):
+    """`baton drain WORKER`."""
+
+    worker: str = field(kw_only=True, metadata={"positional": True})
+    """The worker's own address, host:port, as `baton workers` shows it."""
+    drain_timeout_s: float = field(default=30.0, metadata=_in("Worker", min=0))
+    """How long what runs there may take before it goes on elsewhere; 0: as long as it takes."""
+    next_role: Literal["prefill", "decode", "mixed"] | None = field(default=None, metadata=_in("Worker"))
+    """The part in which the worker starts again when it is empty; default: it takes nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)

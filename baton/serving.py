@@ -38,7 +38,7 @@ class RunningSystem:
     supervisor: Supervisor
     """What keeps it running."""
     cluster_secret_file: Path
-    """What `baton drain` has to show its workers."""
+    """What its workers ask of callers, `baton drain` for one."""
 
 
 @contextlib.asynccontextmanager

@@ -6,14 +6,14 @@ are shown without the control characters that could be in them.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from baton.client import Client
 from baton.options import TraceConfig
+from baton.perfetto import TraceFile
 from protos import inference_pb2
 from runtime.errors import NotFound
 
@@ -21,7 +21,6 @@ BAR_COLUMNS = 40
 NAME_COLUMNS, PROCESS_COLUMNS = 22, 22
 MAX_EVENTS = 12
 """Events shown of a span, from its beginning."""
-MICROSECONDS = 1_000_000
 
 
 def show_traces(config: TraceConfig, output: TextIO) -> int:
@@ -136,43 +135,17 @@ def _printable(text: str) -> str:
 
 def write_perfetto(traces: Sequence[inference_pb2.Trace], path: Path) -> None:
     """A file of trace events: a track for each process and request, and one for what each client waited for."""
-    events: list[dict[str, Any]] = []
-    tracks: dict[tuple[str, int], dict[str, int]] = {}
+    file = TraceFile()
     earliest_s = min((trace.began_unix_s for trace in traces), default=0.0)
     for number, trace in enumerate(traces, 1):
-        began_s = trace.began_unix_s - earliest_s
+        began_s, name = trace.began_unix_s - earliest_s, trace.request_id or "refused"
         for part in trace.parts:
-            track = _track(events, tracks, "critical path", number, trace.request_id)
-            events.append({**track, **_slice(part.name, began_s + part.start_s, began_s + part.end_s)})
+            track = file.track("critical path", number, name)
+            file.slice(track, part.name, began_s + part.start_s, began_s + part.end_s)
         for span in trace.spans:
-            track = _track(events, tracks, f"{span.service} {span.instance}", number, trace.request_id)
+            track = file.track(f"{span.service} {span.instance}", number, name)
             arguments = {**span.attributes, **({"error": span.error} if span.error else {})}
-            shown = _slice(span.name, began_s + span.start_s, began_s + span.end_s)
-            events.append({**track, **shown, "args": arguments})
+            file.slice(track, span.name, began_s + span.start_s, began_s + span.end_s, arguments)
             for event in span.events:
-                at_us = MICROSECONDS * (began_s + event.at_s)
-                marked = {"ph": "i", "s": "t", "name": event.name, "ts": at_us, "args": dict(event.attributes)}
-                events.append({**track, **marked})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
-def _slice(name: str, start_s: float, end_s: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "ts": MICROSECONDS * start_s, "dur": MICROSECONDS * (end_s - start_s)}
-
-
-def _track(
-    events: list[dict[str, Any]],
-    tracks: dict[tuple[str, int], dict[str, int]],
-    process: str,
-    number: int,
-    request_id: str,
-) -> dict[str, int]:
-    """Where the slices of a request at a process go; a new track, or process, is named."""
-    found = tracks.get((process, number))
-    if found is None:
-        pids = {name: track["pid"] for (name, _), track in tracks.items()}
-        found = tracks[process, number] = {"pid": pids.get(process, len(pids) + 1), "tid": number}
-        if process not in pids:
-            events.append({"ph": "M", "name": "process_name", "pid": found["pid"], "args": {"name": process}})
-        events.append({**found, "ph": "M", "name": "thread_name", "args": {"name": request_id or "refused"}})
-    return found
+                file.instant(track, event.name, began_s + event.at_s, dict(event.attributes))
+    file.write(path)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.request import Sample, SamplingParams
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +70,8 @@ class Runner(Protocol):
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """From now on steps call this now and then, where another number of threads may go on."""
+        ...
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """Calls something else in the place of a step: by the same thread, on the cores that a step would have."""
         ...

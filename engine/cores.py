@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from engine.batch import Batch, Runner
+from engine.batch import Answer, Batch, Runner
 from engine.request import Sample
 
 SLOT_BYTES = 8
@@ -99,12 +99,11 @@ class LendingRunner(Runner):
 
     def run(self, batch: Batch) -> list[Sample]:
         """As the runner itself."""
-        cpus = self._board.begin_step()
-        try:
-            self._use(cpus)
-            return self._runner.run(batch)
-        finally:
-            self._board.end_step()
+        return self._with_cores(lambda: self._runner.run(batch))
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """As the runner itself."""
+        return self._with_cores(lambda: self._runner.call_aside(call))
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """Beside what it does there itself."""
@@ -114,6 +113,14 @@ class LendingRunner(Runner):
             call()
 
         self._runner.call_between_layers(both)
+
+    def _with_cores(self, call: Callable[[], Answer]) -> Answer:
+        cpus = self._board.begin_step()
+        try:
+            self._use(cpus)
+            return call()
+        finally:
+            self._board.end_step()
 
     def _give_back(self) -> None:
         if self._board.is_wanted_back():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from engine.batch import Batch, Runner, SampleRow
+from engine.batch import Answer, Batch, Runner, SampleRow
 from engine.drafters import UNKNOWN
 from engine.request import Sample
 
@@ -52,6 +52,10 @@ class DraftingRunner(Runner):
         """Of both models."""
         self._drafting.call_between_layers(call)
         self._runner.call_between_layers(call)
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """As the runner itself."""
+        return self._runner.call_aside(call)
 
     def _fill(self, batch: Batch, behind: dict[int, tuple[int, ...]]) -> None:
         rows = {sample_row.row: sample_row for sample_row in batch.sample_rows}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine import tracer
 from engine.batch import Runner
+from engine.profiling import Measures
 from engine.ranks import Ranks, RankTask
 from kvstore.layout import DTYPE_BYTES, KVLayout
 from kvstore.memory import BlockMemory, PoolMemory
@@ -73,6 +74,10 @@ class ModelParts(ABC):
     def load(self, memory: BlockMemory, layout: KVLayout, progress: Progress) -> Runner:
         """Reads the weights, in other ranks too; blocks, so call it from a thread. `progress` is told the part done, 0
         to 1. Raises ConfigError for a pool that ranks cannot share."""
+
+    def measures(self, runner: Runner) -> Measures | None:
+        """What profiles ask of what `load` made; None: it computes nothing that could be measured."""
+        return None
 
 
 def open_model(
@@ -193,6 +198,14 @@ def _open_checkpoint(
             if device_ops is None:
                 LOG.info("%d MiB of memory in huge pages", huge_pages.collapse_private_memory() >> 20)
             return runner
+
+        def measures(self, runner: Runner) -> Measures | None:
+            from engine.measures import ModelMeasures
+
+            if ranks is not None:  # what one of them does is not what they do
+                return None
+            assert isinstance(runner, model_runner.ModelRunner)
+            return ModelMeasures(runner, quantization)
 
     # Workers of another dtype or quantisation compute other KV and other tokens. So do those of unlike devices where
     # numbers are rounded to 8 bits in other ways, or over the parts of a layer.

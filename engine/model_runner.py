@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine import sampler
-from engine.batch import Batch
+from engine.batch import Answer, Batch
 from engine.decode_graphs import DecodeGraphs, record_steps
 from engine.decoder import Decoder
 from engine.decoder_spec import ConfigReader, DecoderSpec
@@ -154,6 +154,11 @@ class ModelRunner:
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """See `engine.batch.Runner`."""
         self.ops.call_between_layers(call)
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """See `engine.batch.Runner`."""
+        self.ops.enter_thread()
+        return call()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The forward pass of `run`: logits [S, V] float32 of the rows that sample. Called in inference mode."""

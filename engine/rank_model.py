@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine import sampler
-from engine.batch import Batch, Runner
+from engine.batch import Answer, Batch, Runner
 from engine.loading import open_device
 from engine.model_runner import ModelRunner, load_model, model_spec
 from engine.ranks import Ranks, RankTask
@@ -88,6 +88,10 @@ class FirstRank(Runner):
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """See `engine.batch.Runner`."""
         self._model.call_between_layers(call)
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """See `engine.batch.Runner`."""
+        return call()
 
 
 def load_first_rank(task: RankTask, ranks: Ranks, ops: Ops, cache: KVCache, progress: Progress) -> FirstRank:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Protocol
 
-from engine.batch import Batch, Runner
+from engine.batch import Answer, Batch, Runner
 from engine.planning import Plan, build_batch, take_drafts
 from engine.rates import PromptTimes
 from engine.request import Sample
@@ -84,6 +84,8 @@ class StepLoop:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
         """Steps committed so far."""
+        self.recorders: list[Callable[[Batch, float], None]] = []
+        """Are called with each step that ran and its milliseconds; mostly there are none."""
         self._durations_s, self._sizes = Histogram(TIME_BOUNDS_S), Histogram(SIZE_BOUNDS)
         self._batch_sizes = Histogram(SIZE_BOUNDS)
         self._num_swapped_blocks: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
@@ -144,6 +146,8 @@ class StepLoop:
         self._batch_sizes.observe(len(plan.slices))
         num_rows = len(plan.slices) - num_prompts
         self.prompt_times.observe(num_prompt_tokens, num_rows, duration_ms / 1000)
+        for record in self.recorders:
+            record(batch, duration_ms)
         take_drafts(plan, batch, duration_ms / 1000)
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
@@ -184,6 +188,10 @@ class StepLoop:
             swap_space.copy(copy)
             ends_s.append(self._clock())
         return [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
+
+    async def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """Calls something in the thread that runs steps, on the cores of a step, while none runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.call_aside, call)
 
     def families(self) -> Iterator[Family]:
         """The steps so far, for a scrape."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.batch import Batch, SampleRow
+from engine.batch import Answer, Batch, SampleRow
 from engine.request import Sample
 from kvstore.layout import KVLayout
 from kvstore.memory import PoolMemory
@@ -90,6 +90,10 @@ class TracerRunner:
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """It has no layers."""
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """See `engine.batch.Runner`."""
+        return call()
 
     def _sample(self, batch: Batch, row: SampleRow) -> Sample:
         index = bisect_right(batch.query_starts, row.row) - 1

@@ -27,6 +27,7 @@ from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
 from engine.pool_sizing import open_memory, open_swap_space
+from engine.profiling import Measures, Profiler
 from engine.ranks import Ranks, open_ranks
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
@@ -204,7 +205,7 @@ class Worker:
             # for each other by sleeping, not spinning, as soon as it counts more than there are CPUs.
             with ThreadPoolExecutor(1, "load") as loader:
                 loading = asyncio.get_running_loop().run_in_executor(loader, self._load, model, memory, layout)
-                runner, drafter = await loading
+                runner, drafter, measures = await loading
             if config.core_board is not None:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
@@ -216,6 +217,7 @@ class Worker:
             step_loop = StepLoop(
                 role.scheduler, runner, memory, role, stall_limit_s=config.step_stall_s, swap_space=swap_space
             )
+            profiler = Profiler(step_loop, parts.holdings.pool, layout, measures)
             hands_off = parts.identity.role != inference_pb2.WORKER_ROLE_PREFILL
             service = WorkerService(
                 parts.identity,
@@ -230,16 +232,19 @@ class Worker:
                 step_loop.wake,
                 step_loop.step_clock,
                 lambda next_role: command_line(sys.orig_argv, next_role, self._port),
+                profiler,
             )
             yield await self._listen(stack, parts, role, step_loop, service)
 
-    def _load(self, model: ModelParts, memory: BlockMemory, layout: KVLayout) -> tuple[Runner, Drafter | None]:
+    def _load(
+        self, model: ModelParts, memory: BlockMemory, layout: KVLayout
+    ) -> tuple[Runner, Drafter | None, Measures | None]:
         """Reads the weights; where the worker decodes, makes what drafts for them."""
         runner = model.load(memory, layout, lambda done: self._status.loading(done, "weights"))
         drafter = None
         if self._role_name != "prefill":
             drafter = open_drafter(Target(self._config, layout, runner))
-        return (runner if drafter is None else drafter.runner(runner)), drafter
+        return (runner if drafter is None else drafter.runner(runner)), drafter, model.measures(runner)
 
     async def _listen(
         self,

@@ -1,5 +1,5 @@
-"""What every worker serves, whatever its role: `Worker` (describe, watch, drain, sessions) and `KVTransfer` (fetch,
-release).
+"""What every worker serves, whatever its role: `Worker` (describe, watch, drain, sessions, profile) and `KVTransfer`
+(fetch, release).
 
 1. A lease is opened by the role when it accepts an attempt.
 2. Fetch claims it: credit. Blocks go out as they become ready; a fetch that ends early breaks the lease.
@@ -21,6 +21,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from engine.profiling import Profiler
 from engine.request import Sample
 from engine.session_handoff import SessionHandoff
 from engine.step_stalls import StepClock
@@ -96,6 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         on_drain: Callable[[], None],
         step_clock: StepClock,
         check_role_change: Callable[[inference_pb2.WorkerRole], object],
+        profiler: Profiler,
     ) -> None:
         """`check_role_change` raises BatonError for a role that this process cannot take."""
         self.identity = identity
@@ -113,6 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         self._is_ending = False
         self._num_watchers = 0  # routers, who alone can take sessions
         self._check_role_change = check_role_change
+        self._profiler = profiler
         self._step_clock = step_clock
         self._step_clock.on_change = self.note_change
         self._changed = asyncio.Event()
@@ -204,6 +207,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.KVTransferSe
         response = self._handoff.next(time.monotonic())
         if response.HasField("attempt"):
             self.note_change()
+        return response
+
+    async def Profile(
+        self, request: worker_pb2.ProfileRequest, context: Context[object, object]
+    ) -> worker_pb2.ProfileResponse:
+        """Steps that run from now on, by what they have to do and how long they take."""
+        self._check_steps()
+        response = await self._profiler.profile(request)
+        response.worker_id, response.role = self.identity.worker_id, self.identity.role
         return response
 
     async def drain(self, timeout_s: float | None) -> int:

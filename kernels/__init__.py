@@ -47,6 +47,48 @@ class MemoryBytes:
     """All of it."""
 
 
+Counted = Literal["units", "memory"]
+"""What a device is to count: how long its units worked, or what its cores read and wrote in its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What a device has counted of some steps, over all kernels; what it was not told to count stays 0."""
+
+    kernels_s: float = 0.0
+    """That kernels ran."""
+    cube_s: float = 0.0
+    """That the unit for products of matrices worked."""
+    vector_s: float = 0.0
+    """That the vector units worked."""
+    load_s: float = 0.0
+    """That data came from its memory to its cores."""
+    read_bytes: float = 0.0
+    """That came so."""
+    written_bytes: float = 0.0
+    """That went the other way."""
+
+
+class DeviceCounter(ABC):
+    """Has a device count, once: `start`, steps, `stop`, `read`."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Called by the thread that computes. Raises DeviceUnavailable if the device cannot count."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Called by the thread that computes."""
+
+    @abstractmethod
+    def read(self) -> DeviceUse:
+        """What was counted; takes seconds, so another thread calls it. Raises DeviceUnavailable if nothing was."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves nothing behind, whatever came before."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the T packed tokens of B sequences stand and where their KV lies; one per step, the same for all layers.
@@ -202,6 +244,10 @@ class Ops(ABC):
 
     def memory_bytes(self) -> MemoryBytes | None:
         """The device's own memory; None where it uses the host's."""
+        return None
+
+    def new_counter(self, counted: Counted) -> DeviceCounter | None:
+        """Counts what steps use of the device; None where it has no counters."""
         return None
 
     def new_graph(self) -> Graph | None:

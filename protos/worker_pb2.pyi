@@ -28,6 +28,12 @@ class KVCheck(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_CHECK_CHECKSUM: _ClassVar[KVCheck]
     KV_CHECK_KEPT: _ClassVar[KVCheck]
     KV_CHECK_READER: _ClassVar[KVCheck]
+
+class DeviceCounted(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEVICE_COUNTED_UNSPECIFIED: _ClassVar[DeviceCounted]
+    DEVICE_COUNTED_UNITS: _ClassVar[DeviceCounted]
+    DEVICE_COUNTED_MEMORY: _ClassVar[DeviceCounted]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_FINISHED: Outcome
 OUTCOME_KV_LOST: Outcome
@@ -43,6 +49,9 @@ KV_CHECK_COUNT: KVCheck
 KV_CHECK_CHECKSUM: KVCheck
 KV_CHECK_KEPT: KVCheck
 KV_CHECK_READER: KVCheck
+DEVICE_COUNTED_UNSPECIFIED: DeviceCounted
+DEVICE_COUNTED_UNITS: DeviceCounted
+DEVICE_COUNTED_MEMORY: DeviceCounted
 
 class Attempt(_message.Message):
     __slots__ = ("attempt_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "priority", "waited_ms", "fingerprint", "tenant", "num_evictions", "session")
@@ -416,3 +425,99 @@ class HandOffSessionResponse(_message.Message):
     attempt: Attempt
     keep_tokens: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., keep_tokens: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("num_steps", "max_wait_ms", "measure_peaks", "device_counted")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_PEAKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_COUNTED_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    max_wait_ms: int
+    measure_peaks: bool
+    device_counted: DeviceCounted
+    def __init__(self, num_steps: _Optional[int] = ..., max_wait_ms: _Optional[int] = ..., measure_peaks: _Optional[bool] = ..., device_counted: _Optional[_Union[DeviceCounted, str]] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("worker_id", "role", "device", "dtype", "age_ms", "steps", "peaks", "memory", "device_use")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PEAKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_USE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _inference_pb2.WorkerRole
+    device: str
+    dtype: str
+    age_ms: float
+    steps: _containers.RepeatedCompositeFieldContainer[ProfiledStep]
+    peaks: DevicePeaks
+    memory: MemoryInUse
+    device_use: DeviceUse
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., age_ms: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[ProfiledStep, _Mapping]]] = ..., peaks: _Optional[_Union[DevicePeaks, _Mapping]] = ..., memory: _Optional[_Union[MemoryInUse, _Mapping]] = ..., device_use: _Optional[_Union[DeviceUse, _Mapping]] = ...) -> None: ...
+
+class ProfiledStep(_message.Message):
+    __slots__ = ("began_ms", "duration_ms", "num_tokens", "num_sequences", "num_prompt_tokens", "num_flops", "num_bytes", "kv_bytes")
+    BEGAN_MS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FLOPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    began_ms: float
+    duration_ms: float
+    num_tokens: int
+    num_sequences: int
+    num_prompt_tokens: int
+    num_flops: float
+    num_bytes: float
+    kv_bytes: int
+    def __init__(self, began_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_flops: _Optional[float] = ..., num_bytes: _Optional[float] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+
+class DevicePeaks(_message.Message):
+    __slots__ = ("flops_per_s", "bytes_per_s", "num_threads")
+    FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    flops_per_s: float
+    bytes_per_s: float
+    num_threads: int
+    def __init__(self, flops_per_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., num_threads: _Optional[int] = ...) -> None: ...
+
+class MemoryInUse(_message.Message):
+    __slots__ = ("kv_used_bytes", "kv_cached_bytes", "kv_ceiling_bytes", "resident_bytes", "device_used_bytes", "device_total_bytes")
+    KV_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_CEILING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kv_used_bytes: int
+    kv_cached_bytes: int
+    kv_ceiling_bytes: int
+    resident_bytes: int
+    device_used_bytes: int
+    device_total_bytes: int
+    def __init__(self, kv_used_bytes: _Optional[int] = ..., kv_cached_bytes: _Optional[int] = ..., kv_ceiling_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., device_used_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceUse(_message.Message):
+    __slots__ = ("kernels_s", "cube_s", "vector_s", "load_s", "read_bytes", "written_bytes")
+    KERNELS_S_FIELD_NUMBER: _ClassVar[int]
+    CUBE_S_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kernels_s: float
+    cube_s: float
+    vector_s: float
+    load_s: float
+    read_bytes: float
+    written_bytes: float
+    def __init__(self, kernels_s: _Optional[float] = ..., cube_s: _Optional[float] = ..., vector_s: _Optional[float] = ..., load_s: _Optional[float] = ..., read_bytes: _Optional[float] = ..., written_bytes: _Optional[float] = ...) -> None: ...

@@ -426,6 +426,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.HandOffSessionRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.HandOffSessionResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/baton.v1.Worker/Profile',
+                request_serializer=protos_dot_worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -474,6 +479,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profile reports the steps that run from now on, and on request what the device can do and counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -506,6 +518,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.HandOffSession,
                     request_deserializer=protos_dot_worker__pb2.HandOffSessionRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.HandOffSessionResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_worker__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -671,6 +688,33 @@ class Worker:
             '/baton.v1.Worker/HandOffSession',
             protos_dot_worker__pb2.HandOffSessionRequest.SerializeToString,
             protos_dot_worker__pb2.HandOffSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Profile',
+            protos_dot_worker__pb2.ProfileRequest.SerializeToString,
+            protos_dot_worker__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,6 +1,6 @@
 """What this machine, or the container this process runs in, has to give.
 
-Owns reading the limits of memory and CPU time; nothing is cached, nothing is set.
+Owns reading the limits of memory and CPU time, and what of them this process uses; nothing is cached, nothing is set.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def num_cpus(cpu_file: Path = CGROUP_CPU_FILE) -> int:
         if quota != "max":
             count = min(count, -(-int(quota) // int(period)))
     return max(1, count)
+
+
+def resident_bytes() -> int:
+    """This process's memory in use, that shared with others included; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def memory_limit_bytes(limit_files: tuple[Path, ...] = CGROUP_LIMIT_FILES) -> int:

@@ -10,16 +10,15 @@ Invariant: a name has one kind and one help text in a process, whoever gives sam
 from __future__ import annotations
 
 import math
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Literal
 
 from runtime.config import version
+from runtime.host import resident_bytes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = Mapping[str, str]
@@ -166,11 +165,10 @@ class Metrics:
         yield gauge("process_start_time_seconds", "When this process began to count, in seconds since 1970.").add(
             self._began_s
         )
-        statm = Path("/proc/self/statm")
-        if statm.exists():
-            num_pages = int(statm.read_text().split()[1])
+        num_bytes = resident_bytes()
+        if num_bytes:
             yield gauge("process_resident_memory_bytes", "Memory in use, that shared with others included.").add(
-                num_pages * os.sysconf("SC_PAGE_SIZE")
+                num_bytes
             )
 
 

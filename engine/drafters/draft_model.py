@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine import drafters
-from engine.batch import Batch, Runner
+from engine.batch import Answer, Batch, Runner
 from engine.decoder_spec import DecoderSpec
 from engine.drafting import Backlog, DraftingRunner, add_tokens
 from engine.model_runner import ModelRunner, load_model, model_spec
@@ -121,6 +121,10 @@ class _GrowingRunner(Runner):
     def call_between_layers(self, call: Callable[[], None]) -> None:
         """As the model."""
         self._model.call_between_layers(call)
+
+    def call_aside(self, call: Callable[[], Answer]) -> Answer:
+        """As the model."""
+        return self._model.call_aside(call)
 
 
 def num_weights(spec: DecoderSpec) -> int:

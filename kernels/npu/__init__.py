@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata, KVDtype, MemoryBytes, Quantization, reference
+from kernels import AttentionMetadata, Counted, KVDtype, MemoryBytes, Quantization, reference
 from kernels.npu import linear, opening
 from kernels.npu.attention import (
     HALF_TYPES,
@@ -25,6 +25,7 @@ from kernels.npu.attention import (
     PlainAttention,
     choose_attention,
 )
+from kernels.npu.counting import NpuCounter
 from kernels.npu.graphs import NpuGraph
 
 
@@ -72,6 +73,9 @@ class Ops(reference.Ops):
     ) -> None:
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, dtype)
         self._attention, self._dtype = choose_attention(self.device, shape), dtype
+
+    def new_counter(self, counted: Counted) -> kernels.DeviceCounter | None:
+        return NpuCounter(counted)
 
     def new_graph(self) -> kernels.Graph | None:
         """None where attention is not the operator whose lengths a replay can exchange."""

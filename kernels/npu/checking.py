@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionMetadata, reference
+from kernels import AttentionMetadata, Counted, DeviceUnavailable, DeviceUse, reference
 from kernels.npu.attention import AttentionShape, FusedAttention, PagedAttention, try_attention
 
 BLOCK_SIZE = 128
@@ -68,6 +68,8 @@ class Checker:
                 fault = attention.refuses(shape) or try_attention(attention, shape)
                 yield Outcome(f"{attention.name}, {num_heads}/{num_kv_heads} heads of {head_dim}", fault)
         yield self._compared("recorded step", self._recorded_step, torch.bfloat16, 0.0)
+        yield self._counted("units", lambda use: use.cube_s)
+        yield self._counted("memory", lambda use: use.read_bytes)
 
     def _compared(
         self, name: str, compare: Callable[[torch.dtype], list[tuple[Tensor, Tensor]]], dtype: torch.dtype, most: float
@@ -80,6 +82,23 @@ class Checker:
         if not difference <= most:  # also if it is NaN
             return Outcome(name, f"differs from the reference by {difference:.2%} of the largest", difference)
         return Outcome(name, None, difference)
+
+    def _counted(self, counted: Counted, seen: Callable[[DeviceUse], float]) -> Outcome:
+        """Whether the device counts a product of matrices."""
+        name, counter = f"counting of {counted}", self._ops.new_counter(counted)
+        assert counter is not None
+        weight = self._ops.prepare_linear(self._there(self._random(torch.bfloat16, 1024, 1024)), None)
+        rows = self._there(self._random(torch.bfloat16, 256, 1024))
+        try:
+            counter.start()
+            self._ops.linear(rows, weight).cpu()
+            counter.stop()
+            use = counter.read()
+        except (DeviceUnavailable, RuntimeError, AttributeError, TypeError) as error:
+            return Outcome(name, str(error).partition("\n")[0])
+        finally:
+            counter.close()
+        return Outcome(name, None if seen(use) else "a product of matrices left no trace in the profiler's table")
 
     def _random(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """In host memory."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from served import BATON, Served
@@ -100,3 +102,24 @@ def test_bad_input_is_one_line_and_an_exit_code(
     done = baton(*(argument.replace("ADDRESS", system.address) for argument in arguments))
     assert done.returncode == code and text in done.stderr.splitlines()[-1], done
     assert "Traceback" not in done.stderr
+
+
+def test_profile_shows_what_bounds_the_real_model(tmp_path: Path) -> None:
+    """Its own service, from nothing to a table: shares of peaks that were measured beside the steps."""
+    trace = tmp_path / "trace.json"
+    options = ("--prompt-tokens=128", "--context-tokens=32", "--batch-sizes=1,4", "--num-steps=6")
+    done = baton("profile", "smollm2", *options, "--json", "--perfetto", str(trace))
+    assert done.returncode == 0, done
+    found = json.loads(done.stdout)
+    rows = {row["name"]: row for row in found["results"]}
+    assert list(rows) == ["prefill 128", "decode 1", "decode 4"]
+    assert rows["decode 4"]["num_sequences"] == 4 and rows["prefill 128"]["num_tokens"] == 128
+    # What a step computes and reads follows from the model alone: 135 million weights of 4 bytes.
+    for name, least_rows in (("decode 1", 1), ("decode 4", 4), ("prefill 128", 100)):
+        (steps,) = (profile["steps"] for profile in found["profiles"] if profile["load"] == name)
+        assert all(step["num_flops"] > least_rows * 2 * 1.06e8 for step in steps)
+        assert all(5.3e8 < step["num_bytes"] < 6e8 for step in steps), name
+    for row in rows.values():
+        # Other tests compute on the same cores, so how much it is says nothing here.
+        assert 0 < row["roofline_share"] == max(row["compute_share"], row["bandwidth_share"])
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 18

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 from simulated_device import SimulatedNpu, torch_npu
 from simulated_host import Npu
 from simulated_operators import SimulatedOperators
+from simulated_profiler import SimulatedProfiler
 
-from kernels.npu import opening
+from kernels.npu import counting, opening
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,10 +37,11 @@ def operators() -> SimulatedOperators:
 @pytest.fixture
 def npu(operators: SimulatedOperators, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npu]:
     """A host with one NPU, whose tensors lie in the memory of this machine."""
-    device = SimulatedNpu()
-    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu(device))
+    device, profiler = SimulatedNpu(), SimulatedProfiler()
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu(device, profiler))
+    monkeypatch.setattr(counting, "analyse", profiler.analyse)
     monkeypatch.setattr(opening, "version", lambda name: torch.__version__.partition("+")[0])
     monkeypatch.setattr(opening, "npu_device", lambda index: torch.device("cpu"))
     operators.num_calls.clear()
-    yield Npu(operators, device)
+    yield Npu(operators, device, profiler)
     operators.refused.clear()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from contracts import require
+from simulated_profiler import SimulatedProfiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -147,6 +148,6 @@ class SimulatedNpu:
         self.graphs.append(graph)
 
 
-def torch_npu(npu: SimulatedNpu) -> SimpleNamespace:
+def torch_npu(npu: SimulatedNpu, profiler: SimulatedProfiler) -> SimpleNamespace:
     """The module, as far as it is used."""
-    return SimpleNamespace(npu=npu)
+    return SimpleNamespace(npu=npu, profiler=profiler)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from simulated_device import SimulatedNpu
 from simulated_operators import SimulatedOperators
+from simulated_profiler import SimulatedProfiler
 
 
 @dataclass(frozen=True)
@@ -16,3 +17,5 @@ class Npu:
     """Its operators, with their counts."""
     device: SimulatedNpu
     """Its devices."""
+    profiler: SimulatedProfiler
+    """What counts there."""

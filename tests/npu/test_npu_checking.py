@@ -25,7 +25,7 @@ def faults() -> set[str]:
 def test_a_device_as_documented(npu: Npu, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 * 7 + 2 * 5 + 1 + 1 and lines[-1] == "all as documented"
+    assert len(lines) == 2 * 7 + 2 * 5 + 1 + 2 + 1 and lines[-1] == "all as documented"
     assert all(line.startswith("ok    ") for line in lines[:-1])
     used = {name for name, count in npu.operators.num_calls.items() if count}
     assert used >= {"npu_rotary_mul", "npu_scatter_pa_kv_cache", "npu_quant_matmul", "_npu_paged_attention_splitfuse"}
@@ -72,6 +72,11 @@ def test_refused_operators_are_named_with_their_reason(npu: Npu, capsys: pytest.
 def test_weights_that_are_laid_out_otherwise(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "to_fractal", lambda weight: weight.flip(0))
     assert faults() == {"linear"}
+
+
+def test_a_profiler_that_does_not_count(npu: Npu) -> None:
+    npu.profiler.kernels = []
+    assert faults() == {"counting of units", "counting of memory"}
 
 
 def test_without_a_device(npu: Npu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,9 @@
 """How near decode steps come to what the machine can do: `python tests/perf/roofline.py --dtype bfloat16 --threads 2`.
 
-Measures two peaks on the same threads, of reading memory and of multiplying matrices, then whole steps as workers run
-them, then the same steps operation by operation. The roofline of a step or an operation is the longer of the two times
-that its bytes and its arithmetic need at the peaks. Bytes are those that a step has to read: weights and KV, once.
-Wall-clock medians: nothing else should run. Operations called singly take somewhat longer than in the program that does
-all layers in one call, whose bits are the same. Not a test.
+Measures the peaks on the same threads, then whole steps as workers run them, then the same steps operation by
+operation, which `baton profile` cannot. What is counted, and how peaks are measured, is `engine.work` and
+`engine.measures`, as there. Wall-clock medians: nothing else should run. Operations called singly take somewhat longer
+than in the program that does all layers in one call, whose bits are the same. Not a test.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ from model_steps import BLOCK_SIZE, make_batch
 from torch import Tensor
 
 import kernels.cpu
+from engine.measures import Peaks, measure_peaks
 from engine.model_runner import DTYPES, ModelRunner, load_model, model_spec
+from engine.work import Work, attention_work, linear_work, step_work
 from kernels import AttentionMetadata, Quantization
 from kvstore.cache import KVCache
+from kvstore.layout import DTYPE_BYTES
 from kvstore.memory import PoolMemory
 from runtime import huge_pages
 from runtime.checkpoint import open_checkpoint
 from runtime.host import OPENMP_SETTING
 
 T = TypeVar("T")
-READ_BYTES = 256 << 20
 ROUNDS = 31
+NO_WORK = Work()
 
 
 @dataclass(slots=True)
@@ -45,10 +47,8 @@ class Done:
     """That they took."""
     num_calls: int = 0
     """How many."""
-    num_bytes: float = 0.0
-    """Of weights and KV."""
-    num_flops: float = 0.0
-    """Multiplications and additions."""
+    work: Work = NO_WORK
+    """What they had to do."""
 
 
 class TimedOps(kernels.cpu.Ops):
@@ -58,7 +58,7 @@ class TimedOps(kernels.cpu.Ops):
         super().__init__(device)
         self.done: dict[str, Done] = defaultdict(Done)
         """By operation, since it was last cleared."""
-        self._sizes: dict[int, tuple[int, int, int]] = {}  # id of a prepared weight: outputs, inputs, bytes
+        self._sizes: dict[int, tuple[int, int, int]] = {}  # id of a prepared weight: outputs, inputs, bytes of one
 
     def fuse_layers(self, *_: object) -> None:
         """Never: then each operation is a call."""
@@ -66,16 +66,15 @@ class TimedOps(kernels.cpu.Ops):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, quantization: Quantization = "none") -> object:
         """Notes the weight's size too."""
         num_out, num_in = weight.shape
-        num_bytes = weight.numel() * (1 if quantization == "int8" else weight.element_size())
         prepared = super().prepare_linear(weight, bias, quantization)
-        self._sizes[id(prepared)] = num_out, num_in, num_bytes
+        self._sizes[id(prepared)] = num_out, num_in, 1 if quantization == "int8" else weight.element_size()
         return prepared
 
     def linear(self, x: Tensor, prepared: object) -> Tensor:
         """By the weight's shape."""
-        num_out, num_in, num_bytes = self._sizes[id(prepared)]
-        call, flops = super().linear, 2.0 * x.shape[0] * num_out * num_in
-        return self._timed(f"linear {num_in} to {num_out}", lambda: call(x, prepared), num_bytes, flops)
+        num_out, num_in, weight_bytes = self._sizes[id(prepared)]
+        call, work = super().linear, linear_work(x.shape[0], num_out, num_in, weight_bytes)
+        return self._timed(f"linear {num_in} to {num_out}", lambda: call(x, prepared), work)
 
     def paged_attention(
         self,
@@ -88,14 +87,10 @@ class TimedOps(kernels.cpu.Ops):
     ) -> Tensor:
         """By the positions read."""
         _, num_heads, head_dim = query.shape
-        pairs = zip(metadata.query_lens_list, metadata.context_lens_list, strict=True)
-        num_scores = sum(rows * context for rows, context in pairs)
-        num_read = sum(metadata.context_lens_list)
-        num_bytes = 2 * num_read * key_cache.shape[2] * head_dim * key_cache.element_size()
-        call, flops = super().paged_attention, 4.0 * num_scores * num_heads * head_dim
-        return self._timed(
-            "attention", lambda: call(query, key_cache, value_cache, metadata, scale, window), num_bytes, flops
-        )
+        lengths = (metadata.query_lens_list, metadata.context_lens_list)
+        sizes = (num_heads, key_cache.shape[2], head_dim, key_cache.element_size())
+        call, work = super().paged_attention, attention_work(*lengths, *sizes, window)
+        return self._timed("attention", lambda: call(query, key_cache, value_cache, metadata, scale, window), work)
 
     def rms_norm(self, *arguments: object) -> Tensor:
         """Noted without bytes: rows stay in the CPU's caches."""
@@ -117,13 +112,12 @@ class TimedOps(kernels.cpu.Ops):
         call = super().rope_and_write_kv
         return self._timed("rope and write KV", lambda: call(*arguments))  # type: ignore[arg-type]
 
-    def _timed(self, name: str, call: Callable[[], T], num_bytes: float = 0.0, num_flops: float = 0.0) -> T:
+    def _timed(self, name: str, call: Callable[[], T], work: Work = NO_WORK) -> T:
         done, started_s = self.done[name], time.perf_counter()
         result = call()
         done.seconds += time.perf_counter() - started_s
         done.num_calls += 1
-        done.num_bytes += num_bytes
-        done.num_flops += num_flops
+        done.work += work
         return result
 
 
@@ -138,18 +132,11 @@ def median_s(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure_peaks(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes a second read from memory, operations a second in a product of matrices."""
-    large = torch.empty(READ_BYTES // 4).fill_(1.0)
-    left, right = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
-    return READ_BYTES / median_s(large.sum), 2 * 1024**3 / median_s(lambda: left @ right)
-
-
-def report(name: str, done: Done, peaks: tuple[float, float]) -> None:
+def report(name: str, done: Done, peaks: Peaks) -> None:
     """Prints a row."""
-    least_s = max(done.num_bytes / peaks[0], done.num_flops / peaks[1])
+    least_s = done.work.least_s(peaks.flops_per_s, peaks.bytes_per_s)
     times = f"{1e3 * done.seconds:>9.2f}{1e3 * least_s:>10.2f}"
-    rates = f"{done.num_bytes / done.seconds / 1e9:>8.1f}{done.num_flops / done.seconds / 1e9:>9.0f}"
+    rates = f"{done.work.num_bytes / done.seconds / 1e9:>8.1f}{done.work.num_flops / done.seconds / 1e9:>9.0f}"
     print(f"{name:<26}{done.num_calls:>6}{times}{rates}{least_s / done.seconds:>8.0%}")
 
 
@@ -169,14 +156,15 @@ def measure(arguments: argparse.Namespace, num_seqs: int, context: int) -> None:
         models = [load_model(checkpoint, spec, ops, None, arguments.quantization) for ops in (whole, single)]
         huge_pages.collapse_private_memory()
         steps = [ModelRunner(model, ops, cache) for model, ops in zip(models, (whole, single), strict=True)]
-        peaks = measure_peaks(DTYPES[spec.dtype])
+        peaks = measure_peaks(whole, DTYPES[spec.dtype], arguments.quantization)
         step_s = median_s(lambda: steps[0].run(batch))
         print(f"\ndecode {num_seqs} x {context}, {spec.dtype}, {arguments.threads} threads")
-        print(f"peaks: {peaks[0] / 1e9:.1f} GB/s, {peaks[1] / 1e9:.0f} GFLOP/s")
+        print(f"peaks: {peaks.bytes_per_s / 1e9:.1f} GB/s, {peaks.flops_per_s / 1e9:.0f} GFLOP/s")
         print(f"{'':<26}{'calls':>6}{'ms':>9}{'roofline':>10}{'GB/s':>8}{'GFLOP/s':>9}{'share':>8}")
         rows = profile(steps[1], single, batch)
-        work = Done(step_s, 1, sum(done.num_bytes for done in rows.values()), sum(d.num_flops for d in rows.values()))
-        report("step", work, peaks)
+        element_bytes = DTYPE_BYTES[spec.dtype]
+        layer_bytes = 1 if arguments.quantization == "int8" else element_bytes
+        report("step", Done(step_s, 1, step_work(spec.decoder, batch, element_bytes, layer_bytes)), peaks)
         for name, done in rows.items():
             report(f"  {name}", done, peaks)
     finally:

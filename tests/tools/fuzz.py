@@ -43,9 +43,17 @@ SILENT = ("/baton.v1.KVTransfer/Fetch", "/baton.v1.KVTransfer/Release", "/baton.
 """Answer nothing to whoever does not know the id of an attempt."""
 LINGERING = tuple(
     f"/baton.v1.{name}"
-    for name in ("Inference/Generate", "Prefill/Run", "Decode/Run", "Decode/Attach", "KVTransfer/Fetch", "Worker/Watch")
+    for name in (
+        "Inference/Generate",
+        "Prefill/Run",
+        "Decode/Run",
+        "Decode/Attach",
+        "KVTransfer/Fetch",
+        "Worker/Watch",
+        "Worker/Profile",
+    )
 )
-"""May go on for as long as the caller stays, if it has a credential."""
+"""May go on for as long as the caller stays or wants, if it has a credential."""
 BY_DESIGN = ("/baton.v1.Worker/Drain",)
 """Does to a worker what a credential is for."""
 JUNK_EVERY = 200
