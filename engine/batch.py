@@ -45,6 +45,8 @@ class Batch:
     sample_rows: list[SampleRow] = field(default_factory=list)  # [S], S <= B + num_draft_rows
     num_draft_rows: int = 0
     """Packed tokens that are guesses, after the known ones of their sequences."""
+    num_draft_passes: int = 0
+    """Runs of a drafting model that the step made to have them."""
 
     @property
     def num_tokens(self) -> int:
