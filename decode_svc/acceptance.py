@@ -62,12 +62,13 @@ class Own:
 class Acceptance:
     """Rates of one pool."""
 
-    def __init__(self, first_rate: Callable[[int], float]) -> None:
-        """`first_rate` of each evidence is what is believed at first."""
+    def __init__(self, first_rate: Callable[[int], float], most_evidence: int) -> None:
+        """`first_rate` of each evidence is what is believed at first; a first draft has at most `most_evidence`."""
+        self._num_first = most_evidence + 1
         self._first = [first_rate(evidence) for evidence in range(MAX_EVIDENCE + 1)]
         self._num_right = [0.0] * (MAX_EVIDENCE + 1)
         self._num_counted = [0.0] * (MAX_EVIDENCE + 1)
-        self._rates, self._best = list(self._first), max(self._first)
+        self._rates, self._best = list(self._first), max(self._first[: self._num_first])
 
     def fade(self) -> None:
         """A step begins."""
@@ -77,14 +78,14 @@ class Acceptance:
             (right + PRIOR_DRAFTS * first) / (counted + PRIOR_DRAFTS)
             for right, counted, first in zip(self._num_right, self._num_counted, self._first, strict=True)
         ]
-        self._best = max(self._rates)
+        self._best = max(self._rates[: self._num_first])
 
     def chance(self, own: Own, evidence: int) -> float:
         """That a draft comes true if all before it do."""
         return _by_odds(self._rates[min(evidence, MAX_EVIDENCE)], own)
 
     def best_chance(self, own: Own) -> float:
-        """The chance of a draft for which most speaks."""
+        """The chance of the likeliest draft that there may be."""
         return _by_odds(self._best, own)
 
     def count(self, own: Own, evidence: int, num_drafts: int, num_right: int) -> None:

@@ -79,7 +79,7 @@ class Speculation:
         self._lengths = lengths
         self._step_times = step_times
         self._records: dict[Sequence, _Record] = {}
-        self._acceptance = Acceptance(drafter.first_rate)
+        self._acceptance = Acceptance(drafter.first_rate, drafter.most_evidence)
         self._usual_drafts = 0.0  # of a step, lately at most: what is known of times goes little further
         self._num_drafting = 0  # steps with drafts since one without
         self.num_drafts = 0

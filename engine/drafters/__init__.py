@@ -59,6 +59,9 @@ class Target:
 class Drafter(ABC):
     """Used by the event loop, between steps; what it does there may take microseconds."""
 
+    most_evidence = 0
+    """Of what `evidence` answers."""
+
     @classmethod
     @abstractmethod
     def open(cls, target: Target) -> Drafter:

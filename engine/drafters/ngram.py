@@ -57,6 +57,8 @@ def _num_equal(token_ids: list[int], place: int) -> int:
 class Drafter(drafters.Drafter):
     """See the module."""
 
+    most_evidence = MAX_EVIDENCE
+
     def __init__(self) -> None:
         self._indexes: dict[Sequence, _Index] = {}
 
