@@ -49,6 +49,8 @@ class Batch:
     """Packed tokens that are guesses, after the known ones of their sequences."""
     drafting_s: float = 0.0
     """How long it took to make guesses within the step; known once it has run."""
+    num_draft_passes: int = 0
+    """Runs of a drafting model that the step made to have them."""
 
     @property
     def num_tokens(self) -> int:

@@ -66,6 +66,7 @@ class DraftingRunner(Runner):
             if batch.token_ids[end - 1] == UNKNOWN
         ]
         while places:
+            batch.num_draft_passes += 1
             step = Batch()
             for sequence, row, _ in places:
                 missing = behind.pop(batch.slots[row], ())

@@ -2,7 +2,8 @@
 
 Owns recursive least squares with forgetting, in its information form: the sums that define the fit decay with each
 step, and two sweeps over the coefficients bring them closer to it, each held at 0 or above, because no step becomes
-shorter by holding more. What recent steps say nothing about keeps its coefficient. Knows no scheduler and no clock.
+shorter by holding more. What recent steps say nothing about keeps its coefficient; but that of drafts goes back to what
+is believed at first, which is little, so that a few unlucky steps do not end drafting. Knows no scheduler and no clock.
 A step that takes surprisingly long is cut to a few times the usual deviation, so that a hiccup moves little and a
 lasting change is followed within some hundred steps. `predict_ms` answers None until there is enough to go by.
 """
@@ -10,6 +11,7 @@ lasting change is followed within some hundred steps. `predict_ms` answers None 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch import Batch
@@ -32,12 +34,20 @@ DEVIATION_GAIN = 0.05
 """Weight of a step in the usual deviation."""
 MIN_FAMILIAR_STEPS = 4.0
 """Steps like this one, by each thing it holds, below which nothing about it is a surprise."""
-NUM_SWEEPS = 2
+NUM_SWEEPS = 3
 FEW_ROWS = 64
 """Rows of one token and of drafts above which further ones may cost more, and the first one much: up to about so many,
 the reading of weights takes longer than the products, and devices have other ways to multiply."""
+DRAFT_ROW_PART = 0.01
+"""What a draft is believed to add to a step at first, as part of it; at most a quarter of what a sequence has of it."""
+DRAFT_PASS_PART = 0.25
+"""The same of a run of a drafting model."""
+BELIEF = 0.0005
+"""Weight of that: of a step that holds a full measure of it, 64 drafts or 8 runs, the weight is 1."""
 
-_NUM_FEATURES = 8  # of a step: 1, what StepLoad counts, draft rows above FEW_ROWS, and whether there are any
+_NUM_FEATURES = 9  # of a step: 1, what StepLoad counts, draft rows above FEW_ROWS, and whether there are any
+_DRAFT_ROWS, _DRAFT_PASSES = 5, 6  # among them
+_ORDER = (8, 7, 0, 1, 2, 3, 4, 5, 6)  # of a sweep: what many rows cost is not taken for the cost of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class StepLoad:
     """Sum over the tokens of these chunks of what each looks at."""
     num_draft_rows: int = 0
     """Drafts that follow rows of one token."""
+    num_draft_passes: int = 0
+    """Runs of a drafting model for them."""
 
     def with_chunk(self, num_tokens: int, num_computed: int) -> StepLoad:
         """The same and a chunk after `num_computed` tokens."""
@@ -63,13 +75,15 @@ class StepLoad:
             self.num_prompt_tokens + num_tokens,
             self.num_prompt_pairs + num_tokens * (num_computed + num_tokens // 2),
             self.num_draft_rows,
+            self.num_draft_passes,
         )
 
 
 def load_of(batch: Batch) -> StepLoad:
     """What a batch holds."""
     if batch.num_tokens == batch.num_sequences + batch.num_draft_rows:
-        return StepLoad(batch.num_sequences, sum(batch.context_lens), num_draft_rows=batch.num_draft_rows)
+        num_rows, num_passes = batch.num_draft_rows, batch.num_draft_passes
+        return StepLoad(batch.num_sequences, sum(batch.context_lens), 0, 0, num_rows, num_passes)
     assert not batch.num_draft_rows, "no prompts beside drafts"
     load, num_rows, num_context_tokens = StepLoad(), 0, 0
     for index, context_len in enumerate(batch.context_lens):
@@ -96,24 +110,40 @@ class StepTimes:
         self._num_seen += 1
         if self._num_seen <= WARM_UP_STEPS:
             return
-        features, keep = _features(load), FORGETTING if self._is_known else EARLY_FORGETTING
+        features, keep = _features(load), FORGETTING if self.is_known else EARLY_FORGETTING
         predicted_ms = self._value(features)
         off_ms = duration_ms - predicted_ms
-        if self._is_known and self._is_familiar(features):
+        if self.is_known and self._is_familiar(features):
             limit_ms = MAX_DEVIATIONS * max(self._deviation_ms, MIN_DEVIATION * predicted_ms)
             if abs(off_ms) > limit_ms:
                 off_ms, keep = math.copysign(limit_ms, off_ms), SURPRISED_FORGETTING
             self._deviation_ms += DEVIATION_GAIN * (abs(off_ms) - self._deviation_ms)
-        self._count(features, predicted_ms + off_ms, keep)
+        self._count(load, features, predicted_ms + off_ms, keep)
 
     def predict_ms(self, load: StepLoad) -> float | None:
         """What a step with this load takes; None while too few have run."""
-        return self._value(_features(load)) if self._is_known else None
+        return self._value(_features(load)) if self.is_known else None
+
+    def with_drafts(self, load: StepLoad) -> Callable[[int, int], float]:
+        """What a step with this load takes in milliseconds, by its number of drafts and of runs of a drafting model for
+        them. While too few have run, what it is believed to take, a step without drafts being 1."""
+        if not self.is_known:
+            row_part = _row_part(load)
+            return lambda num_drafts, num_passes: 1 + row_part * num_drafts + DRAFT_PASS_PART * num_passes
+        plain_ms, num_few = self._value(_features(load)), max(0, FEW_ROWS - load.num_sequences)
+        row_ms, pass_ms, above_ms, first_above_ms = self._coefficients[_DRAFT_ROWS:]
+
+        def duration_ms(num_drafts: int, num_passes: int) -> float:
+            duration_ms = plain_ms + row_ms * num_drafts / 64 + pass_ms * num_passes / 8
+            num_above = num_drafts - num_few
+            return duration_ms if num_above <= 0 else duration_ms + above_ms * num_above / 64 + first_above_ms
+
+        return duration_ms
 
     def num_prompt_tokens_within(self, target_ms: float, load: StepLoad, num_computed: int, most: int) -> int:
         """Tokens of a chunk after `num_computed`, at most `most`, that a step with `load` can take as well without
         exceeding the target; `most` while too few have run."""
-        if not self._is_known:
+        if not self.is_known:
             return most
         fit, too_many = 0, most + 1
         while too_many - fit > 1:
@@ -125,7 +155,8 @@ class StepTimes:
         return fit
 
     @property
-    def _is_known(self) -> bool:
+    def is_known(self) -> bool:
+        """Whether enough steps have run."""
         return self._num_seen >= WARM_UP_STEPS + MIN_STEPS
 
     def _value(self, features: tuple[float, ...]) -> float:
@@ -137,17 +168,26 @@ class StepTimes:
             self._sums[index][index] >= MIN_FAMILIAR_STEPS * feature * feature for index, feature in enumerate(features)
         )
 
-    def _count(self, features: tuple[float, ...], duration_ms: float, keep: float) -> None:
+    def _count(self, load: StepLoad, features: tuple[float, ...], duration_ms: float, keep: float) -> None:
         coefficients, targets = self._coefficients, self._targets
         for index, feature in enumerate(features):
             row = self._sums[index]
             self._sums[index] = [keep * known + feature * other for known, other in zip(row, features, strict=True)]
             targets[index] = keep * targets[index] + feature * duration_ms
+        plain_ms = sum(map(float.__mul__, coefficients[:_DRAFT_ROWS], features))
+        beliefs = {_DRAFT_ROWS: 64 * plain_ms * _row_part(load), _DRAFT_PASSES: 8 * plain_ms * DRAFT_PASS_PART}
         for _ in range(NUM_SWEEPS):
-            for index, row in enumerate(self._sums):
-                if row[index] > 1e-12:  # else nothing remembered held any of it
-                    missing = targets[index] - sum(map(float.__mul__, row, coefficients))
-                    coefficients[index] = max(0.0, coefficients[index] + missing / row[index])
+            for index in _ORDER:
+                row = self._sums[index]
+                weight, missing = row[index], targets[index] - sum(map(float.__mul__, row, coefficients))
+                if index in beliefs:
+                    weight, missing = weight + BELIEF, missing + BELIEF * (beliefs[index] - coefficients[index])
+                if weight > 1e-12:  # else nothing remembered held any of it
+                    coefficients[index] = max(0.0, coefficients[index] + missing / weight)
+
+
+def _row_part(load: StepLoad) -> float:
+    return min(DRAFT_ROW_PART, 0.25 / max(1, load.num_sequences))
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
@@ -160,6 +200,7 @@ def _features(load: StepLoad) -> tuple[float, ...]:
         load.num_context_tokens / 65536,
         load.num_prompt_pairs / 524288,
         load.num_draft_rows / 64,
+        load.num_draft_passes / 8,
         num_above / 64,
         1.0 if num_above else 0.0,
     )

@@ -78,7 +78,7 @@ SPECULATION = (
     Scenario(
         "speculation",
         "what drafts are worth, by kind of text and number of streams",
-        Sizes(num_requests=4, max_concurrency=32, prompt_tokens=128, output_tokens=192),
+        Sizes(num_requests=2, max_concurrency=32, prompt_tokens=128, output_tokens=128),
         _speculation,
         needs_own_service=True,
     ),

@@ -24,6 +24,10 @@ NONE = "none"
 """Names no drafter."""
 UNKNOWN = -1
 """Stands for a draft that the step makes itself, before it checks it."""
+FIRST_RATE = 0.7
+"""How often drafts of models are believed to come true before any was checked."""
+MAX_EVIDENCE = 15
+"""Up to which it is told apart how much speaks for a draft."""
 MIB = 1 << 20
 
 
@@ -55,6 +59,9 @@ class Target:
 class Drafter(ABC):
     """Used by the event loop, between steps; what it does there may take microseconds."""
 
+    most_evidence = 0
+    """Of what `evidence` answers."""
+
     @classmethod
     @abstractmethod
     def open(cls, target: Target) -> Drafter:
@@ -64,6 +71,15 @@ class Drafter(ABC):
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Tokens that may follow those of a sequence, at most `most`, for which its table has blocks; none where it has
         no guess."""
+
+    def evidence(self, sequence: Sequence) -> int:
+        """How much speaks for the first of the tokens proposed last: 0, or more where it comes true more often. Each
+        that comes true speaks for the next as 1 more does."""
+        return 0
+
+    def first_rate(self, evidence: int) -> float:
+        """How often a draft with so much evidence is believed to come true before any was checked."""
+        return FIRST_RATE
 
     def judge(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Of what was proposed so many were computed, and the first ones came true: the sequence has them and one token

@@ -22,6 +22,7 @@ from kvstore.layout import DTYPE_BYTES
 from kvstore.memory import PoolMemory
 from runtime.checkpoint import open_checkpoint
 from runtime.errors import ConfigError
+from runtime.vocabulary import differing_token
 
 MIN_BLOCKS = 64
 """Blocks of KV without which drafting is not begun."""
@@ -56,6 +57,12 @@ class Drafter(drafters.Drafter):
                 f"--draft-model-path: a vocabulary of {vocab_size} tokens is needed, "
                 f"as the model has; {config.draft_model_path} has {spec.vocab_size}"
             )
+        differing = differing_token(open_checkpoint(config.model), checkpoint)
+        if differing is not None:
+            raise ConfigError(
+                f"--draft-model-path: the model's vocabulary is needed, in which {differing[0]} is {differing[1]!r}; "
+                f"in that of {config.draft_model_path} it is {differing[2]!r}"
+            )
         layout = spec.kv_layout(target.layout.block_size)
         num_weight_bytes = num_weights(spec.decoder) * DTYPE_BYTES[spec.dtype]
         num_left = target.check_budget(num_weight_bytes + MIN_BLOCKS * layout.block_bytes)
@@ -78,13 +85,14 @@ class Drafter(drafters.Drafter):
         block_size, position = self._model.cache.layout.block_size, num_tokens - 1
         slot = table[position // block_size] * block_size + position % block_size
         self._backlog.behind[slot] = behind
-        self._num_computed[sequence] = num_tokens
         return (drafters.UNKNOWN,) * most
 
     def judge(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """See `engine.drafters.Drafter`. Drafts were computed, but for the last one."""
-        if sequence in self._num_computed:
-            self._num_computed[sequence] += min(num_accepted, num_drafts - 1)
+        """See `engine.drafters.Drafter`. What was behind and the last token were computed, and drafts but for the last;
+        nothing where there are none."""
+        if num_drafts and not sequence.is_over:
+            num_before = sequence.num_tokens - 1 - num_accepted
+            self._num_computed[sequence] = num_before + min(num_accepted, num_drafts - 1)
 
     def _catch_up(self, sequence: Sequence, behind: tuple[int, ...], num_computed: int) -> None:
         """Has the next step compute some of what is missing, if others have left room for it."""

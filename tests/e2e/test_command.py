@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from served import BATON, Served
 
+from baton import Client
+
 QUESTION = "What is the capital of France?"
 
 
@@ -102,6 +104,23 @@ def test_bad_input_is_one_line_and_an_exit_code(
     done = baton(*(argument.replace("ADDRESS", system.address) for argument in arguments))
     assert done.returncode == code and text in done.stderr.splitlines()[-1], done
     assert "Traceback" not in done.stderr
+
+
+def test_profile_of_a_worker_that_serves(system: Served) -> None:
+    """Whatever it computes, for who has the cluster's secret, and for nobody else."""
+    with Client(system.address) as client:
+        (address,) = [worker.address for worker in client.workers() if worker.worker_id.startswith("decode")]
+    stranger = baton("profile", "--address", address, "--num-steps=4")
+    assert stranger.returncode == 1 and stranger.stdout == "" and "Traceback" not in stranger.stderr, stranger
+    secret = f"--cluster-secret-file={system.flag('decode-0', 'cluster-secret-file')}"
+    asking = [BATON, "generate", "--address", system.address, "--max-tokens=400", "--ignore-eos", "One, two, three"]
+    with subprocess.Popen(asking, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as generating:
+        done = baton("profile", "--address", address, secret, "--num-steps=4", "--max-wait-s=60", "--peaks=20,200")
+        generating.terminate()
+    assert done.returncode == 0, done
+    row, worker = done.stdout.splitlines()[1], done.stdout.splitlines()[-1]
+    assert row.startswith("decode 1  decode-0-") and row.split()[3] == "4"
+    assert "cpu float32; peaks 200 GFLOP/s, 20.0 GB/s (given)" in worker
 
 
 def test_profile_shows_what_bounds_the_real_model(tmp_path: Path) -> None:

@@ -252,6 +252,8 @@ class DecodeWorld(World):
                 assert not each.is_over or freed or each.num_pins, "over, untouched and not freed"
                 assert each.num_displaced <= self.limits.max_preemptions
                 assert each.state is not State.FINISHED or each.finish_reason is not None
+                outputs = range(each.num_tokens - each.num_outputs, each.num_tokens)
+                assert all(each.token_ids[place] == true_token(each, place) for place in outputs), "another token"
         self.check_tables(live)
         assert max(self.num_preemptions) <= self.limits.max_preemptions
 

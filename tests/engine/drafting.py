@@ -51,8 +51,10 @@ class Scripted(MadeByTests):
 class NoTime:
     """Step times that are known, and the same for all steps: every draft pays."""
 
-    def predict_ms(self, load: object) -> float:
-        return 1.0
+    is_known = True
+
+    def with_drafts(self, load: object) -> Callable[[int, int], float]:
+        return lambda num_drafts, num_passes: 1.0
 
     def observe(self, load: object, duration_ms: float) -> None:
         pass
@@ -63,6 +65,7 @@ def take_no_time(scheduler: DecodeScheduler) -> None:
     assert scheduler.speculation is not None
     scheduler.step_times = scheduler.speculation._step_times = NoTime()  # type: ignore[assignment]
     scheduler.speculation._usual_drafts = 1e9
+    scheduler.speculation._num_drafting = -(10**9)
 
 
 def samples_of(part: Slice, true_token: TrueToken) -> Iterator[Sample]:

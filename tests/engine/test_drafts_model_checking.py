@@ -6,13 +6,20 @@ right. Blocks have four tokens and drafts are up to five, so that they cross int
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from decode_world import Asked, DecodeWorld
 from exploring import Found, explore
+from pools import BLOCK_SIZE
 from test_model_checking import DECODE, MAX_STATES
 
+from decode_svc.speculation import Speculation
 from engine.holdings import Holdings
-from engine.request import Priority
+from engine.request import Priority, Sample
+from engine.scheduling import NewToken
+from engine.sequence import Sequence
 
 SCRIPTS = {"none right": (0,), "all right": (9,), "some right": (1, 0, 3, 2)}
 CASES = (
@@ -25,6 +32,8 @@ CASES = (
     "a shared prefix",
     "static batches that outgrow the pool",
 )
+LONG = [Asked(3, 1, Priority.NORMAL, 9), Asked(3, 2, Priority.HIGH, 9, first=100)]
+MANY_DRAFTS = {"script": (1, 0, 3, 2), "expected": 99, "max_num_tokens": 24, "num_faults": 0}
 
 
 @pytest.mark.parametrize("draft_length", [1, 5])
@@ -37,28 +46,98 @@ def test_drafts_whatever_the_order(case, script, draft_length):
     assert explored.num_states > 50, "too few for what the case is about"
 
 
-LONG = [Asked(3, 1, Priority.NORMAL, 9), Asked(3, 2, Priority.HIGH, 9, first=100)]
-MANY_DRAFTS = {"script": (1, 0, 3, 2), "expected": 99, "max_num_tokens": 24, "num_faults": 0}
+def test_drafts_for_which_the_step_has_no_room_give_their_blocks_back():
+    """Two sequences of five drafts each, in steps of six tokens."""
+    explored = explore(DecodeWorld(8, LONG, **{**MANY_DRAFTS, "max_num_tokens": 6}), MAX_STATES)
+    assert explored.num_states > 50
 
 
-def test_an_exploration_finds_blocks_of_wrong_drafts_that_are_kept(monkeypatch):
-    monkeypatch.setattr(Holdings, "shrink", lambda *_: None)
-    with pytest.raises(Found, match="blocks of drafts were kept"):
-        explore(DecodeWorld(8, LONG, **{**MANY_DRAFTS, "script": (0,)}), MAX_STATES)
+Accept = Callable[[Speculation, Sequence, tuple[int, ...], list[Sample], Callable[[Sequence, Sample], NewToken]], Any]
+ACCEPT: Accept = Speculation.accept
 
 
-class TakesEveryDraft(DecodeWorld):
+def takes_every_draft(speculation, sequence, drafts, samples, append):
     """Believes what follows a wrong guess."""
+    sequence.num_computed += len(drafts)
+    return [append(sequence, sample) for sample in samples if not sequence.is_over]
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.scheduler.speculation.accept = self.accept  # type: ignore[method-assign]
 
-    def accept(self, sequence, drafts, samples, append):
+def takes_one_too_many(speculation, sequence, drafts, samples, append):
+    """Believes what follows the first wrong guess."""
+    new_tokens = ACCEPT(speculation, sequence, drafts, samples, append)
+    if len(new_tokens) < len(samples) and not sequence.is_over:
+        sequence.num_computed += 1
+        new_tokens.append(append(sequence, samples[len(new_tokens)]))
+    return new_tokens
+
+
+def passes_over_one(speculation, sequence, drafts, samples, append):
+    """Loses the first token that came true."""
+    if len(drafts) > 1 and drafts[0] == sequence.token_ids[-1]:
+        sequence.num_computed += 1
+        return [append(sequence, samples[1])]
+    return ACCEPT(speculation, sequence, drafts, samples, append)
+
+
+def counts_wrong_ones_as_computed(speculation, sequence, drafts, samples, append):
+    new_tokens = ACCEPT(speculation, sequence, drafts, samples, append)
+    if len(new_tokens) < len(drafts) and not sequence.is_over:
+        sequence.num_computed += 1
+    return new_tokens
+
+
+def keeps_blocks_of_wrong_ones(speculation, sequence, drafts, samples, append):
+    num_blocks = len(sequence.block_table)
+    new_tokens = ACCEPT(speculation, sequence, drafts, samples, append)
+    if not new_tokens and not sequence.is_over:
+        speculation._holdings.grow(sequence, num_blocks * BLOCK_SIZE)
+    return new_tokens
+
+
+def gives_back_what_came_true(speculation, sequence, drafts, samples, append):
+    """The block that its last token has just begun."""
+    new_tokens = ACCEPT(speculation, sequence, drafts, samples, append)
+    if not sequence.is_over and sequence.num_computed % BLOCK_SIZE == 1 and len(new_tokens) > 1:
+        speculation._holdings.shrink(sequence, sequence.num_computed - 1)
+    return new_tokens
+
+
+def lets_others_find_wrong_ones(speculation, sequence, drafts, samples, append):
+    """Registers rows before it knows which came true."""
+    if not sequence.is_over:
         sequence.num_computed += len(drafts)
-        return [append(sequence, sample) for sample in samples if not sequence.is_over]
+        speculation._holdings.register_computed(sequence)
+        sequence.num_computed -= len(drafts)
+    return ACCEPT(speculation, sequence, drafts, samples, append)
 
 
-def test_an_exploration_finds_what_follows_a_wrong_draft():
-    with pytest.raises(Found, match="KV of someone else"):
-        explore(TakesEveryDraft(8, LONG, **MANY_DRAFTS), MAX_STATES)
+BROKEN: dict[Accept, str] = {
+    takes_every_draft: "another token",
+    takes_one_too_many: "another token",
+    passes_over_one: "another token",
+    counts_wrong_ones_as_computed: "the work stands still",
+    keeps_blocks_of_wrong_ones: "blocks of drafts were kept",
+    gives_back_what_came_true: r"AssertionError\(\)",
+    lets_others_find_wrong_ones: "a block is 4 tokens",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[each.__name__ for each in BROKEN])
+def test_an_exploration_finds_an_acceptance_that(broken, monkeypatch):
+    monkeypatch.setattr(Speculation, "accept", broken)
+    with pytest.raises(Found, match=BROKEN[broken]):
+        script = (0,) if broken is keeps_blocks_of_wrong_ones else MANY_DRAFTS["script"]
+        explore(DecodeWorld(8, LONG, **{**MANY_DRAFTS, "script": script}), MAX_STATES)
+
+
+def test_an_exploration_finds_blocks_of_drafts_that_were_not_taken(monkeypatch):
+    add_to, shrink = Speculation.add_to, Holdings.shrink
+
+    def keeping(speculation, plan):
+        monkeypatch.setattr(Holdings, "shrink", lambda *_: None)
+        add_to(speculation, plan)
+        monkeypatch.setattr(Holdings, "shrink", shrink)
+
+    monkeypatch.setattr(Speculation, "add_to", keeping)
+    with pytest.raises(Found, match="blocks of drafts were kept"):
+        explore(DecodeWorld(8, LONG, **{**MANY_DRAFTS, "max_num_tokens": 3}), MAX_STATES)

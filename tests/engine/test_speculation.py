@@ -1,181 +1,20 @@
-"""How many drafts: as many as pay by virtual costs, none where they lose, and tokens that never depend on it."""
+"""Which drafts there may be, whatever they cost, and what becomes of them; what pays is test_speculation_pays."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
-
 import pytest
-from drafting import AFTER_WRONG_DRAFT, WRONG_DRAFT, MadeByTests, Scripted, samples_of, take_no_time
+from drafting import Scripted, samples_of, take_no_time
 from pools import EOS, make_holdings, make_limits, make_sequence
 
 from decode_svc.scheduler import DecodeScheduler
-from engine.drafters import Drafter
 from engine.lengths import OutputLengths
 from engine.planning import build_batch
 from engine.sequence import DECODE_MOVES, Sequence, State
 from engine.step_time import StepTimes, load_of
 
-Cost = Callable[[int, int], float]
-"""Milliseconds of a step by its sequences and its drafts."""
-NUM_TOKENS = 800
-"""Of each answer in a measurement."""
-WARM_UP_STEPS = 20
-"""First steps of a worker, in which times become known; they are not measured."""
-
 
 def true_token(sequence: Sequence, position: int) -> int:
     return 10_000 + position
-
-
-class Chancy(MadeByTests):
-    """Guesses that come true by chance."""
-
-    def __init__(self, rate: Callable[[int], float], seed: int = 0) -> None:
-        """`rate` of a sequence's number of outputs."""
-        self._rate, self._random = rate, random.Random(seed)
-        self.num_asked = 0
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        self.num_asked += 1
-        drafts = []
-        for index in range(most):
-            if self._random.random() >= self._rate(sequence.num_outputs):
-                return (*drafts, *[WRONG_DRAFT] * (most - index))
-            drafts.append(true_token(sequence, sequence.num_tokens + index))
-        return tuple(drafts)
-
-
-@dataclass
-class Measured:
-    """A pool that has generated."""
-
-    duration_ms: float = 0.0
-    num_tokens: int = 0
-    lengths: list[int] = field(default_factory=list)
-    """Drafts of the first sequence in each step."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens a millisecond."""
-        return self.num_tokens / self.duration_ms
-
-
-def measure(
-    batch_size: int,
-    cost: Cost,
-    drafter: Drafter | None,
-    *,
-    is_fixed: bool = False,
-    noise: float = 0.02,
-    num_tokens: int = NUM_TOKENS,
-    **limits: object,
-) -> Measured:
-    """Generates `num_tokens` for each of a batch; steps take what `cost` says, give or take."""
-    length = num_tokens + 32
-    holdings = make_holdings(batch_size * (length // 4 + 8))
-    merged = {"max_model_len": length, "max_num_seqs": batch_size, "max_num_tokens": 1024, "chunk_size": 8, **limits}
-    scheduler = DecodeScheduler(holdings, make_limits(**merged), 0, OutputLengths(prior_tokens=64), drafter)
-    if is_fixed:
-        take_no_time(scheduler)
-    for index in range(batch_size):
-        scheduler.add(make_sequence([100 + index] * 3, DECODE_MOVES, max_tokens=num_tokens), None)
-    measured, chance, num_steps = Measured(), random.Random(1), 0
-    while live := scheduler.live():
-        plan = scheduler.plan(0.0)
-        batch = build_batch(plan, holdings.block_size, (EOS,))
-        duration_ms = cost(len(plan.slices), batch.num_draft_rows)
-        if scheduler.step_times is not None:
-            scheduler.step_times.observe(load_of(batch), duration_ms * (1 + chance.gauss(0, noise)))
-        is_prompt = any(each.state is State.PREFILLING for each in live)
-        samples = [sample for part in plan.slices for sample in samples_of(part, true_token)]
-        new_tokens = scheduler.commit(plan, samples, 0.0)
-        assert AFTER_WRONG_DRAFT not in [token.sample.token_id for token in new_tokens]
-        num_steps += not is_prompt
-        # Only while all are there: a service would fill the seats of those that end first.
-        if num_steps > WARM_UP_STEPS and len(live) == batch_size:
-            measured.duration_ms += duration_ms
-            measured.num_tokens += len(new_tokens)
-            measured.lengths.append(len(plan.slices[0].drafts))
-    assert holdings.pool.num_used == 0
-    return measured
-
-
-def reading_weights(num_sequences: int, num_drafts: int) -> float:
-    """A device whose steps take as long as reading weights, until there are many rows."""
-    num_rows = num_sequences + num_drafts
-    return 10 + 0.05 * num_rows + 0.3 * max(0, num_rows - 64)
-
-
-def two_cores(num_sequences: int, num_drafts: int) -> float:
-    """As measured with a model of 135 million weights: another way to multiply from 65 rows on."""
-    num_rows = num_sequences + num_drafts
-    return 24 + 0.8 * num_rows + (20 if num_rows > 64 else 0)
-
-
-def always_dear(num_sequences: int, num_drafts: int) -> float:
-    """Rows cost from the first on."""
-    return 2 + 1.0 * (num_sequences + num_drafts)
-
-
-COSTS: dict[str, Cost] = {"reading weights": reading_weights, "two cores": two_cores, "always dear": always_dear}
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("batch_size", [1, 4, 16, 32])
-@pytest.mark.parametrize("cost", COSTS)
-def test_it_is_about_as_fast_as_the_best_fixed_length_and_never_slower_than_none(cost, batch_size, rate):
-    none = measure(batch_size, COSTS[cost], None)
-    fixed = {
-        length: measure(batch_size, COSTS[cost], Chancy(lambda _: rate), is_fixed=True, draft_length=length).rate
-        for length in (1, 2, 3, 5, 8)
-    }
-    adaptive = measure(batch_size, COSTS[cost], Chancy(lambda _: rate), draft_length=8)
-    assert adaptive.rate >= 0.98 * none.rate
-    assert adaptive.rate >= 0.94 * max(fixed.values()), fixed
-
-
-class NowAndThen(Chancy):
-    """Has a guess for a few sequences only, a right one."""
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        return super().propose(sequence, most) if sequence.token_ids[0] % 10 == 9 else ()
-
-
-@pytest.mark.parametrize("batch_size", [16, 32])
-def test_those_without_a_guess_do_not_keep_others_from_drafting(batch_size):
-    none = measure(batch_size, two_cores, None)
-    measured = measure(batch_size, two_cores, NowAndThen(lambda _: 0.95), draft_length=8)
-    assert measured.rate > 1.03 * none.rate
-
-
-def test_what_never_pays_is_hardly_tried():
-    drafter = Chancy(lambda _: 0.0)
-    measured = measure(1, always_dear, drafter)
-    assert drafter.num_asked < 0.06 * len(measured.lengths)
-    assert sum(measured.lengths[200:]) <= 3
-
-
-def test_drafts_begin_when_a_text_begins_to_repeat_itself_and_end_when_it_does_not():
-    def rate(num_outputs: int) -> float:
-        return 0.9 if 200 <= num_outputs < 400 else 0.0
-
-    lengths = measure(1, always_dear, Chancy(rate)).lengths
-    before, after = lengths[40:190], lengths[-150:]
-    assert sum(before) < 0.1 * len(before) and sum(after) < 0.1 * len(after)
-    assert max(lengths) >= 3
-
-
-def test_few_changes_where_times_and_guesses_are_steady():
-    lengths = measure(4, reading_weights, Chancy(lambda _: 0.7), noise=0.05).lengths[50:]
-    assert sum(one != other for one, other in pairwise(lengths)) < 0.2 * len(lengths)
-
-
-def test_a_step_is_not_made_longer_than_its_target():
-    lengths = measure(1, always_dear, Chancy(lambda _: 1.0), target_step_ms=5.5, noise=0.0).lengths
-    assert max(lengths[60:]) == 2
 
 
 class Driven:

@@ -72,6 +72,8 @@ class Settings:
     """What the workers serve."""
     worker_flags: tuple[str, ...] = ("--num-kv-blocks=640", "--chunk-size=256", "--max-num-seqs=32")
     """Of all workers."""
+    speculation: str = "none"
+    """Who drafts for the decode workers."""
     has_floods: bool = True
     """Whether the pools are filled now and then."""
     only: str | None = None
@@ -217,6 +219,7 @@ class ChaosRun:
             "--drain-timeout-s=1",
             *shared,
             *self._settings.worker_flags,
+            *([f"--speculation={self._settings.speculation}"] if pool == "decode" else []),
         ]
         return ProcessSpec(name, self._ways.command_line(name, argv), stop_rank=1)
 

@@ -17,6 +17,7 @@ from playing import Play
 from random_walks import walk
 from whole_system import Ask, Size
 
+from decode_svc import speculation
 from decode_svc.speculation import Speculation
 from engine import tracer
 from engine.batch import SampleRow
@@ -44,14 +45,17 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     judge = Speculation.judge
 
-    def count(speculation: Speculation, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+    def count(deciding: Speculation, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         found.update(drafts=num_drafts, accepted=num_accepted)
-        judge(speculation, sequence, num_drafts, num_accepted)
+        judge(deciding, sequence, num_drafts, num_accepted)
 
     monkeypatch.setitem(whole_system.WORKER, "speculation", "ngram")
     monkeypatch.setitem(whole_system.WORKER, "draft_length", 4)
     monkeypatch.setattr(ngram.Drafter, "propose", propose)
-    monkeypatch.setattr(StepTimes, "predict_ms", lambda *_: 1.0)
+    monkeypatch.setattr(ngram.Drafter, "evidence", lambda *_: 0)
+    monkeypatch.setattr(StepTimes, "with_drafts", lambda *_: lambda num_drafts, num_passes: 1.0)
+    monkeypatch.setattr(StepTimes, "is_known", True)
+    monkeypatch.setattr(speculation, "PLAIN_EVERY", 10**9)
     monkeypatch.setattr(Speculation, "judge", count)
     return found
 

@@ -12,7 +12,7 @@ from engine.holdings import Holdings
 from engine.model_runner import ModelRunner
 from engine.planning import build_batch, take_drafts
 from engine.request import Request, Sample, SamplingParams
-from engine.scheduling import Limits
+from engine.scheduling import Limits, NewToken
 from engine.sequence import DECODE_MOVES, Sequence
 from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
@@ -42,13 +42,29 @@ class Pool:
         self.scheduler.add(sequence, None)
         return sequence
 
+    def receive(self, request: Request) -> Sequence:
+        """One whose KV comes from elsewhere: it has its blocks, and `arrived` begins it."""
+        sequence = Sequence(request, DECODE_MOVES, self.now_s)
+        self.scheduler.add(sequence, "elsewhere")
+        while sequence not in self.scheduler.take_fetches():
+            self.step()
+        return sequence
+
+    def arrived(self, sequence: Sequence, sample: Sample) -> None:
+        """Its KV and its first token are here."""
+        self.scheduler.received(sequence)
+        self._note([self.scheduler.fetched(sequence, sample, self.now_s)])
+
     def step(self) -> None:
         self.now_s += 1
         plan = self.scheduler.plan(self.now_s)
         batch = build_batch(plan, self.block_size, EOS)
         samples = self.runner.run(batch)
         take_drafts(plan, batch, 0.0)
-        for token in self.scheduler.commit(plan, samples, self.now_s):
+        self._note(self.scheduler.commit(plan, samples, self.now_s))
+
+    def _note(self, new_tokens: list[NewToken]) -> None:
+        for token in new_tokens:
             said = self.samples.setdefault(token.sequence.request.attempt_id, [])
             assert token.position == token.sequence.request.num_input_tokens + len(said)
             said.append(token.sample)

@@ -3,6 +3,7 @@ answers stay the same; and what keeps such drafters from being had."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,29 @@ def test_without_a_drafter_one_line_says_why(
         assert open_drafter(Target(config, runner.cache.layout, runner)) is None
     (record,) = caplog.records
     assert record.message.startswith("decoding without speculation: ") and reason in record.message
+
+
+def test_a_model_of_other_tokens_does_not_draft(
+    folder: Path, runner: ModelRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many tokens, of which two have changed places."""
+    config = family_config("llama-gqa-tied")
+    paths = [write_folder(tmp_path / name, config, random_weights(config)) for name in ("mine", "same", "other")]
+    for path in paths:
+        words = [f"w{token_id}" for token_id in range(320)]
+        if path.name == "other":
+            words[7], words[9] = words[9], words[7]
+        table = {word: token_id for token_id, word in enumerate(words)}
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": table}}))
+    mine, same, other = map(str, paths)
+    for path, is_had in ((same, True), (other, False)):
+        config = WorkerConfig(model=mine, dtype="float32", speculation="draft_model", draft_model_path=path)
+        with caplog.at_level(logging.WARNING, logger="engine.drafters"):
+            drafter = open_drafter(Target(config, runner.cache.layout, runner))
+        assert (drafter is not None) == is_had
+    (record,) = caplog.records
+    assert record.message.startswith("decoding without speculation: --draft-model-path: the model's vocabulary")
+    assert record.message.endswith(f"in which 7 is 'w7'; in that of {other} it is 'w9'")
 
 
 def test_8_bits_do_not_draft_for_8_bits(folder: Path, runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:

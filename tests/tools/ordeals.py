@@ -1,6 +1,6 @@
 """Long ordeals of the whole system, each replayable by its seed. Run from the repository root:
 
-    python tests/tools/ordeals.py chaos --minutes 10 [--pause-s 4] [--model smollm2] [--ways namespaces|proxies]
+    python tests/tools/ordeals.py chaos --minutes 10 [--pause-s 4] [--model smollm2] [--speculation ngram] [--ways ...]
     python tests/tools/ordeals.py rolling [--model smollm2]
     python tests/tools/ordeals.py cancels --num 10000
     python tests/tools/ordeals.py handoffs --num 10000
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--model", choices=("tracer", "smollm2"), default="tracer", help="chaos, rolling: what is served"
     )
+    parser.add_argument("--speculation", default="none", help="chaos, rolling: who drafts for the decode workers")
     parser.add_argument("--ways", choices=("auto", "namespaces", "proxies"), default="auto", help="chaos: what is cut")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if given.seed is None else given.seed
@@ -68,7 +69,14 @@ def _whole_system(given: argparse.Namespace, seed: int) -> dict[str, Any]:
     ways = chaos_ways.Namespaces() if has_networks else chaos_ways.Proxies()
     is_rolling = given.kind == "rolling"
     settings = Settings(
-        seed, 60 * given.minutes, given.pause_s, given.clients, given.model, only=given.only, is_rolling=is_rolling
+        seed,
+        60 * given.minutes,
+        given.pause_s,
+        given.clients,
+        given.model,
+        only=given.only,
+        is_rolling=is_rolling,
+        speculation=given.speculation,
     )
     play = play_tracer
     if given.model == "smollm2":

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from harness import FINISHED, PROMPT, Stream, attempt, cell, expected
 
+from decode_svc import speculation
 from engine import tracer
 from engine.batch import Batch, SampleRow
 from engine.drafters import ngram
@@ -30,7 +31,10 @@ def propose(_: ngram.Drafter, sequence: Sequence, most: int) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def always_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram.Drafter, "propose", propose)
-    monkeypatch.setattr(StepTimes, "predict_ms", lambda *_: 1.0)
+    monkeypatch.setattr(ngram.Drafter, "evidence", lambda *_: 0)
+    monkeypatch.setattr(StepTimes, "with_drafts", lambda *_: lambda num_drafts, num_passes: 1.0)
+    monkeypatch.setattr(StepTimes, "is_known", True)
+    monkeypatch.setattr(speculation, "PLAIN_EVERY", 10**9)
 
 
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "pair"])
