@@ -26,6 +26,7 @@ from engine.cores import CoreBoard, LendingRunner, running_on
 from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
+from engine.pacing import PacedRunner
 from engine.pool_sizing import open_memory
 from engine.role_change import command_line
 from engine.scheduling import Limits, Scheduler
@@ -197,6 +198,8 @@ class Worker:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
+            if config.min_step_ms:
+                runner = PacedRunner(runner, config.min_step_ms / 1000)
             parts = self._build_parts(model, layout, epoch, memory, drafter)
             role = self._make_role(parts)
             stack.push_async_callback(role.close)
