@@ -93,7 +93,7 @@ def _costs(phase: Phase) -> dict[str, Figure]:
 
 
 def _added(outcomes: Sequence[Outcome], steps: Mapping[str, Steps]) -> dict[str, Figure]:
-    """What the router adds to a token's time, and the rate at which workers have tokens for it while all streams run."""
+    """What the router adds to a token's time, and the rate at which workers have tokens while all streams run."""
     worker_ids = [outcome.finish.served_by.decode_worker_id for outcome in outcomes if outcome.finish is not None]
     offered = sum(
         min(num_streams, STREAMS_PER_WORKER) * steps[worker_id].per_s
