@@ -86,7 +86,8 @@ class Answer:
         token_ids.append(token_id)
         self._pending_tokens.append(generated)
         self.last_token_s = time.monotonic()
-        self.first_token_s = self.first_token_s or self.last_token_s
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
         self._take_text(self._text.push(token_id))
         if next_position + 1 >= self._num_expected:
             self.complete.set()

@@ -1,8 +1,8 @@
 """The router's own cost: CPU time for each token, on one router and on two, and the time that it adds to a token.
 
-All over the tracer, a model that costs little itself. For CPU time the workers are as fast as they can be, so that the
-router always has something to do. For the time it adds tokens come at a rate, in bursts, from several workers whose
-steps take as long as on a device; see `baton.bench.beside` for what is compared.
+All over the tracer, a model that costs little itself. Steps take as long as on a device, so that tokens come at a rate
+and nobody waits for a CPU; but for one phase, in which the worker is as fast as it can be and the router always has
+something to do. See `baton.bench.beside` for what the time is compared with.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from protos import inference_pb2
 from runtime.doors import Pass
 
 STREAMS_PER_WORKER = 32
+"""Where several workers decode: with 256 streams there are 8."""
 STEP_S = 0.05
-"""With 256 streams, 8 workers: 5,120 tokens a second."""
+"""With 256 streams, 5,120 tokens a second."""
+PACED = {"decode_options": (f"min-step-ms={1000 * STEP_S:g}",)}
 BESIDE_TOKENS = 30_000
 """Of the attempts beside the router: more than any phase has steps."""
 
 
 async def _router(run: Run) -> list[Row]:
-    """What a token costs the router, with many streams; what it costs two; and what a router adds to its time."""
+    """What a token costs the router, with many streams; what it costs two, and one that has too much to do; and what a
+    router adds to its time."""
     num_streams = known(run.sizes.max_concurrency)
     rows: list[Row] = []
-    for name, num_routers in (("router", 1), ("two-routers", 2)):
+    for name, num_routers, pace in (("router", 1, PACED), ("two-routers", 2, PACED), ("saturated", 1, {})):
         options = {"num_routers": num_routers, "max_num_seqs": num_streams, "max_num_tokens": max(512, num_streams)}
-        async with run.service(name, **options) as service:
+        async with run.service(name, **options, **pace) as service:
             asks = service.draw()
             async with service.phase(name) as phase:
                 await phase.load.closed("all", asks, num_streams)
@@ -52,8 +55,8 @@ async def _offered(run: Run) -> Row:
         options = {
             "num_decode": num_workers,
             "max_num_seqs": STREAMS_PER_WORKER + 1,
-            "decode_options": (f"min-step-ms={1000 * STEP_S:g}",),
             "cluster_secret_file": secret_file,
+            **PACED,
         }
         async with run.service("offered", **options) as service, contextlib.AsyncExitStack() as stack:
             fingerprint = (await service.clients[0].get_model()).fingerprint

@@ -175,7 +175,7 @@ def test_sessions() -> None:
 
 def test_router() -> None:
     rows = rows_of(results("router", "--num-requests=40", "--max-concurrency=40", "--output-tokens=32"))
-    assert rows.keys() == {"router", "two-routers", "offered"}
+    assert rows.keys() == {"router", "two-routers", "saturated", "offered"}
     for row in rows.values():
         assert row["router_cpu_s"] > 0 and row["tokens_per_message"] >= 1 and 0 < row["machine_busy"] <= 1
         assert row["router_cpu_us_per_token"] == pytest.approx(1e6 * row["router_cpu_s"] / (40 * 32))
