@@ -12,10 +12,11 @@ import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVarTuple
 
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+Arguments = TypeVarTuple("Arguments")
 MAX_BYTES = 4096
 """Read at once; what there is beyond wakes the loop again."""
 
@@ -23,11 +24,12 @@ MAX_BYTES = 4096
 class GrpcLoop(asyncio.SelectorEventLoop):
     """See the module."""
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[[*Arguments], Any], *args: *Arguments) -> None:
         """As every loop, but for the socket on which the library tells what has ended."""
+        reader: Callable[..., Any] = callback
         if isinstance(fd, socket.socket) and _is_of_library(callback):
-            callback = partial(_take_all, fd, callback)
-        super().add_reader(fd, callback, *args)
+            reader = partial(_take_all, fd, callback)
+        super().add_reader(fd, reader, *args)
 
 
 def _is_of_library(callback: Callable[..., Any]) -> bool:
