@@ -109,6 +109,8 @@ class ServeConfig:
     """How long a prompt may wait before shorter ones of its class that came later only share with it."""
     target_step_ms: float | None = field(default=None, metadata=_in("Workers", min=0.1))
     """What a step with decoding sequences may take before no more is let in to it."""
+    min_step_ms: float | None = field(default=None, metadata=_in("Workers", min=0))
+    """What a step takes at least, as on a slower device: for measurements."""
     max_num_tokens: int | None = field(
         default=None, metadata=_in("Workers", min=1, aliases=("--max-num-batched-tokens",))
     )

@@ -38,6 +38,7 @@ WORKER_OPTIONS = (
     "priority_ageing_s",
     "max_queue_latency_ms",
     "target_step_ms",
+    "min_step_ms",
     "max_num_tokens",
     "chunk_size",
     "kv_cache_type",

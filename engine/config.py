@@ -112,6 +112,9 @@ class WorkerConfig:
     """Decode pool only: no more sequences are admitted, and no longer chunks of prompts computed, than keep a step
     within this, as far as the steps so far tell. What runs is never paused for it; one sequence, and one block of a
     prompt, always go on. Default: no target."""
+    min_step_ms: float | None = field(default=None, metadata=_in("Scheduling", min=0))
+    """Steps take at least so long, as on a slower device: for measurements of what is around them. Default: as long as
+    they take."""
     output_length_quantile: float = field(default=0.9, metadata=_in("Scheduling", min=0.5, max=0.99))
     """Decode pool only: the quantile of learned output lengths up to which admission keeps blocks for those that run.
     Lower: fewer evictions and fewer sequences at once."""

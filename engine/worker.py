@@ -26,6 +26,7 @@ from engine.cores import CoreBoard, LendingRunner, running_on
 from engine.drafters import Drafter, Target, open_drafter
 from engine.holdings import Holdings
 from engine.loading import ModelParts, open_model
+from engine.pacing import PacedRunner
 from engine.pool_sizing import open_memory, open_swap_space
 from engine.profiling import Measures, Profiler
 from engine.ranks import Ranks, open_ranks
@@ -210,6 +211,8 @@ class Worker:
                 board = CoreBoard(config.core_board, config.core_slot, config.cpu_shares())
                 stack.callback(board.close)
                 runner = LendingRunner(runner, board, model.set_num_threads)
+            if config.min_step_ms:
+                runner = PacedRunner(runner, config.min_step_ms / 1000)
             num_host_blocks = 0 if swap_space is None else swap_space.num_blocks
             parts = self._build_parts(model, layout, epoch, memory, num_host_blocks, transports, drafter)
             role = self._make_role(parts)

@@ -13,37 +13,12 @@ import time
 from protos import inference_pb2, worker_pb2
 from router.text_stream import TextDelta, TextStream
 from router.tokenizer import Tokenizer
+from router.turns import Signal, Turns
 from router.validation import PreparedRequest
 
 
 class TokensMissing(Exception):
     """A token came before its predecessor: messages were lost on the way, and the attempt must end."""
-
-
-class Signal:
-    """Wakes its one waiter; set while nobody waits, it ends the next wait at once. Each wait uses it up."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        """Something has changed."""
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Returns when something has changed since the last wait returned."""
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._is_set = False
 
 
 class Answer:
@@ -55,8 +30,10 @@ class Answer:
         tokenizer: Tokenizer,
         arrived_s: float,
         time_allowed_s: float | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`time_allowed_s` is what the client's deadline leaves from now; None: no deadline."""
+        """`time_allowed_s` is what the client's deadline leaves from now; None: no deadline. `turns` are those of all
+        streams that write beside this one; None: there are none."""
         self.request = request
         self.worker_ids = ("", "")
         """Who prefills and who decodes in the attempt of this moment; empty before the first."""
@@ -72,7 +49,7 @@ class Answer:
         """When the first token came."""
         self.last_token_s: float | None = None
         """When the last one came."""
-        self.changed = Signal()
+        self.changed = Signal(turns or Turns())
         """Something can be taken; for the side that writes to the client."""
         self.complete = asyncio.Event()
         """All that `expect` named is here; for the attempt that waits for the last tokens."""
@@ -109,7 +86,8 @@ class Answer:
         token_ids.append(token_id)
         self._pending_tokens.append(generated)
         self.last_token_s = time.monotonic()
-        self.first_token_s = self.first_token_s or self.last_token_s
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
         self._take_text(self._text.push(token_id))
         if next_position + 1 >= self._num_expected:
             self.complete.set()

@@ -35,6 +35,7 @@ from runtime import logs, plugins
 from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.gen_ai import GenAi
+from runtime.grpc_loop import GrpcLoop
 from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
 from runtime.status import StatusReporter
@@ -74,7 +75,8 @@ def run_router(config: RouterConfig) -> int:
         status.loading(0.0, "tokenizer")
         model = open_text_model(config.model, config.served_model_name)
         status.loading(1.0, "tokenizer")
-        asyncio.run(_run(config, router_id, model, status))
+        with asyncio.Runner(loop_factory=GrpcLoop) as runner:
+            runner.run(_run(config, router_id, model, status))
     except BatonError as error:
         status.failed(error.message)
         if not status.enabled:

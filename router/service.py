@@ -29,6 +29,7 @@ from router.stalls import stall_limit
 from router.tenants import Tenant, Tenants
 from router.trace_wire import trace_to_proto
 from router.tracing import Tracer
+from router.turns import Turns
 from router.validation import ModelFacts, PreparedRequest, validate
 from runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from runtime.rpc import time_remaining_s
@@ -67,6 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._worker_wait_s = worker_wait_s
         self._tenants = tenants
         self._ledger = ledger
+        self._turns = Turns()
         self._giving_up: asyncio.TimerHandle | None = None
         self._request_ids: set[tuple[str, str]] = set()
         self.is_draining = False
@@ -117,7 +119,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         trace.prepared = prepared = await self._validated(trace.request, tenant, turn)
         trace.validated_s = time.monotonic()
         with self._named(prepared):
-            answer = Answer(prepared, self._model.tokenizer, trace.arrived_s, time_remaining_s(context))
+            answer = Answer(prepared, self._model.tokenizer, trace.arrived_s, time_remaining_s(context), self._turns)
             trace.answer = entry.answer = answer
             entry.trace_id = "" if trace.context is None else f"{trace.context.trace_id:032x}"
             serving = asyncio.create_task(self._serve(answer, prepared, ticket, turn, trace))

@@ -18,12 +18,15 @@ from baton.bench.comparisons import COMPARISONS
 from baton.bench.contention import CONTENTION
 from baton.bench.conversations import CONVERSATIONS
 from baton.bench.options import STANDARD_OUTPUT, BenchConfig, resolve
+from baton.bench.routing import ROUTING
 from baton.bench.rows import Row
 from baton.bench.scenario import Run, Ticker
 from baton.bench.speculation import SPECULATION
 from runtime.errors import ConfigError
 
-SCENARIOS = {scenario.name: scenario for scenario in (*COMPARISONS, *CONTENTION, *CONVERSATIONS, *SPECULATION)}
+SCENARIOS = {
+    scenario.name: scenario for scenario in (*COMPARISONS, *CONTENTION, *CONVERSATIONS, *ROUTING, *SPECULATION)
+}
 NUM_MESSAGES = 5
 """Different messages of failed requests that are shown."""
 

@@ -1,4 +1,4 @@
-"""Scenarios that compare configurations under one load: throughput, batching, handoff, the router's own cost.
+"""Scenarios that compare configurations under one load: throughput, batching, handoff.
 
 Each configuration is a service of its own, started and warmed one after the other, and gets the same requests.
 """
@@ -128,22 +128,6 @@ def handoff_figures(outcomes: Sequence[Outcome], transport: str) -> dict[str, Fi
     }
 
 
-async def _router(run: Run) -> list[Row]:
-    """What a token costs the router, with many streams over a model that costs little itself; and what it costs two."""
-    num_streams = known(run.sizes.max_concurrency)
-    rows: list[Row] = []
-    for name, num_routers in (("router", 1), ("two-routers", 2)):
-        options = {"num_routers": num_routers, "max_num_seqs": num_streams, "max_num_tokens": max(512, num_streams)}
-        async with run.service(name, **options) as service:
-            asks = service.draw()
-            async with service.phase(name) as phase:
-                await phase.load.closed("all", asks, num_streams)
-        cpu_s, num_tokens = phase.router_cpu_s, phase.num_tokens
-        cost = None if cpu_s is None or not num_tokens else 1e6 * cpu_s / num_tokens
-        rows.append(phase.row(name, figures={"router_cpu_us_per_token": cost, "router_cpu_s": cpu_s}))
-    return rows
-
-
 COMPARISONS = (
     Scenario(
         "throughput",
@@ -173,13 +157,5 @@ COMPARISONS = (
         _handoff,
         needs_own_service=True,
         needs_pair=True,
-    ),
-    Scenario(
-        "router",
-        "CPU time of the router for each token",
-        Sizes(num_requests=256, max_concurrency=256, dataset="random", prompt_tokens=64, output_tokens=512),
-        _router,
-        model="tracer",
-        needs_own_service=True,
     ),
 )

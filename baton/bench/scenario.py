@@ -79,6 +79,8 @@ class Phase:
     """CPU seconds of all processes of the service, once it is over."""
     router_cpu_s: float | None = None
     """Of its routers alone."""
+    machine_busy: float | None = None
+    """Part of the time of all CPUs of this machine in which they were busy, with whatever."""
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +120,8 @@ class Service:
         """`clients` are of its routers, which get requests in turn."""
         self._run = run
         self._name = name
-        self._clients = clients
+        self.clients = clients
+        """One for each of its routers."""
         self._origin = origin
         self.asks = Asks(vocab_size, run.config.seed)
         """Draws prompts; every service of a run draws the same ones."""
@@ -135,19 +138,20 @@ class Service:
     async def phase(self, name: str) -> AsyncIterator[Phase]:
         """Measures what is sent in the block."""
         ticker = self._run.ticker
-        load = Load(self._clients, lambda: ticker.show(lambda: _progress(f"{self._name} {name}", phase)))
+        load = Load(self.clients, lambda: ticker.show(lambda: _progress(f"{self._name} {name}", phase)))
         phase = Phase(name, load, read_slo(self._run.config.slo), time.monotonic())
-        before = self._origin.cpu_times_s()
+        before, machine_before = self._origin.cpu_times_s(), system.machine_times_s()
         yield phase
-        after = self._origin.cpu_times_s()
+        after, machine_after = self._origin.cpu_times_s(), system.machine_times_s()
         phase.cpu_s = system.cpu_between_s(before, after)
         phase.router_cpu_s = system.cpu_between_s(before, after, set(self._origin.router_pids()))
+        phase.machine_busy = system.busy_between(machine_before, machine_after)
         self._run.note(phase)
 
     async def warm_up(self) -> None:
         """One short request to each router, whose figures nobody looks at. Raises what it raised."""
-        load = Load(self._clients, lambda: None)
-        for _ in self._clients:
+        load = Load(self.clients, lambda: None)
+        for _ in self.clients:
             outcome = await load.send("warm-up", self.asks.one(*WARM_UP))
             if outcome.finish is None:
                 raise ConfigError(f"the service does not answer: {outcome.error}")

@@ -121,6 +121,24 @@ def cpu_between_s(
     return sum(after[pid] - before[pid] for pid in chosen)
 
 
+def machine_times_s() -> tuple[float, float] | None:
+    """CPU seconds of this machine so far, busy and in all; None without /proc. Waiting for a disk is not busy; time
+    that the host gave to others is, since nobody here had it."""
+    path = PROC / "stat"
+    if not path.exists():
+        return None
+    ticks = list(map(int, path.read_text().splitlines()[0].split()[1:9]))  # user nice system idle iowait irq ...
+    clock = os.sysconf("SC_CLK_TCK")
+    return (sum(ticks) - ticks[3] - ticks[4]) / clock, sum(ticks) / clock
+
+
+def busy_between(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """The part of the time between two readings in which CPUs were busy; None if no time has passed."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
 async def poll(client: AsyncClient, service: str, samples: list[Sample]) -> None:
     """Notes every worker's load again and again, until cancelled. A look that fails leaves a hole in the timeline."""
     while True:

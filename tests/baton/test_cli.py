@@ -165,7 +165,7 @@ def test_every_process_understands_its_flags() -> None:
     options = ServeConfig(
         "tracer", num_routers=2, num_mixed=1, served_model_name="name", dtype="float32", max_model_len=64,
         max_num_seqs=8, max_num_tokens=64, chunk_size=32, kv_block_size=4, num_kv_blocks=9,
-        target_step_ms=80.0, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
+        target_step_ms=80.0, min_step_ms=1.5, max_queue_latency_ms=20.0, expected_sequence_tokens=48,
         speculation="ngram", draft_model_path="small", draft_length=7, acceptance_threshold=0.4,
         spec_memory_budget_mb=64, swap_space_gib=1.5,
         kv_transports=("grpc",), otlp_endpoint="http://127.0.0.1:4317", log_level="debug", drain_timeout_s=3.5,
@@ -181,6 +181,7 @@ def test_every_process_understands_its_flags() -> None:
             assert (loaded.trace_sample_ratio, loaded.trace_slow_total_ms) == (0.5, 7.0)
         if isinstance(loaded, WorkerConfig):
             assert (loaded.kv_block_size, loaded.kv_transports, loaded.chunk_size) == (4, ("grpc",), 32)
+            assert (loaded.target_step_ms, loaded.min_step_ms) == (80.0, 1.5)
             assert (loaded.speculation, loaded.draft_length, loaded.acceptance_threshold) == ("ngram", 7, 0.4)
             assert (loaded.spec_memory_budget_mb, loaded.draft_model_path) == (64, "small")
             assert loaded.swap_space_gib == 1.5
