@@ -29,7 +29,7 @@ class GrpcLoop(asyncio.SelectorEventLoop):
         reader: Callable[..., Any] = callback
         if isinstance(fd, socket.socket) and _is_of_library(callback):
             reader = partial(_take_all, fd, callback)
-        super().add_reader(fd, reader, *args)
+        super().add_reader(fd, reader, *args)  # type: ignore[arg-type]
 
 
 def _is_of_library(callback: Callable[..., Any]) -> bool:
