@@ -39,7 +39,7 @@ from engine.wire import (
     request_from_attempt,
     token_to_proto,
 )
-from engine.worker import WorkerParts
+from engine.worker_parts import WorkerParts
 from engine.worker_service import WorkerService
 from kvstore.hashing import attempt_label
 from kvstore.leases import Lease

@@ -18,7 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engine.batch import Runner
 from engine.config import WorkerConfig
@@ -31,11 +31,12 @@ from engine.pool_sizing import open_memory, open_swap_space
 from engine.profiling import Measures, Profiler
 from engine.ranks import Ranks, open_ranks
 from engine.role_change import command_line
-from engine.scheduling import Limits, Scheduler
+from engine.scheduling import Limits
 from engine.session_handoff import SessionHandoff
-from engine.step_loop import StepLoop, StepObserver
+from engine.step_loop import StepLoop
 from engine.worker_metrics import worker_metrics
-from engine.worker_service import Identity, Role, WorkerService
+from engine.worker_parts import RoleService, WorkerParts
+from engine.worker_service import Identity, WorkerService
 from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
 from kvstore.layout import KVLayout
@@ -47,7 +48,7 @@ from kvstore.transport import close_all, open_all
 from kvstore.transport.base import Network, Transport
 from protos import inference_pb2, worker_pb2_grpc
 from runtime import logs
-from runtime.doors import Cluster, open_cluster
+from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
@@ -63,51 +64,6 @@ ROLE_NAMES = {
     "mixed": inference_pb2.WORKER_ROLE_MIXED,
 }
 ROLES_BY_NUMBER = {number: name for name, number in ROLE_NAMES.items()}
-
-
-class RoleService(Role, StepObserver, Protocol):
-    """What a pool adds to a worker: its scheduler and its gRPC service."""
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Decides the steps."""
-        ...
-
-    def start(self, server: Server, step_loop: StepLoop, worker: WorkerService) -> str:
-        """Adds the service and answers its full name. Calls may come from now on."""
-        ...
-
-    def end_streams(self) -> None:
-        """Ends the calls that last as long as the worker, in good order."""
-        ...
-
-    async def close(self) -> None:
-        """Ends what runs beside the calls."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What a role builds its service from."""
-
-    config: WorkerConfig
-    """As given."""
-    identity: Identity
-    """Who this worker is."""
-    holdings: Holdings
-    """The blocks."""
-    limits: Limits
-    """Bounds of steps and sequences."""
-    leases: LeaseTable
-    """Promises to readers."""
-    memory: BlockMemory
-    """The pool's bytes."""
-    transports: Mapping[str, Transport]
-    """How blocks come and go, by name."""
-    drafter: Drafter | None
-    """Guesses tokens, for steps that decode; None: nobody does."""
-    cluster: Cluster
-    """What this worker asks of callers, and shows where it calls."""
 
 
 @dataclass(frozen=True, slots=True)

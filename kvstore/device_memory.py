@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvstore.layout import KVLayout
-from kvstore.memory import BlockMemory, Planes, PoolMemoryFull, neighbours
+from kvstore.memory import BlockMemory, PoolMemoryFull
+from kvstore.planes import Planes, neighbours
 
 ALIGNMENT_BYTES = 2 << 20
 

@@ -17,28 +17,23 @@ import secrets
 import stat
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.layout import KVLayout
+from kvstore.planes import HEADER_BYTES, Planes, copy_blocks, file_bytes, has_huge_pages, plane_ranges, view_planes
 from runtime import huge_pages
 from runtime.errors import BatonError
-
-Planes = npt.NDArray[np.uint8]
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
 """Where pool files go: memory, not a disk."""
 FILE_PREFIX = "baton-kv-"
 """Names of pool files start so."""
-MIN_HUGE_PAGES = 4
-"""Planes of so many are laid out in huge pages."""
 SECRET_BYTES = 32
 """Size of a pool file's secret."""
 
-_HEADER_BYTES = 4096  # at least; one page, so that the planes stay aligned
 _HEADER = struct.Struct(f"<8s{SECRET_BYTES}sQQ")  # magic, secret, ceiling, num_blocks
 _MAGIC = b"batonkv1"
 
@@ -127,9 +122,9 @@ class PoolMemory(BlockMemory):
         """
         super().__init__(layout, ceiling, shared_path)
         self._fd: int | None = None
-        mapping = self._map(_file_bytes(layout, ceiling))
+        mapping = self._map(file_bytes(layout, ceiling))
         self._mapping: memoryview | None = mapping
-        self.planes = _view_planes(mapping, layout, ceiling)
+        self.planes = view_planes(mapping, layout, ceiling)
         self._write_header(mapping)
 
     @classmethod
@@ -191,7 +186,7 @@ class PoolMemory(BlockMemory):
         needed. 0 where planes are not of huge pages."""
         size = self.layout.plane_block_bytes
         return (
-            -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and _has_huge_pages(self.layout, self.ceiling) else 0
+            -(-huge_pages.HUGE_PAGE_BYTES // size) if self.ceiling and has_huge_pages(self.layout, self.ceiling) else 0
         )
 
     def copy_blocks(self, block_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
@@ -230,15 +225,15 @@ class PoolMemory(BlockMemory):
     def _fill_pages(self, num_blocks: int) -> int:
         """So many blocks, or as many as the last huge page of each plane has room for."""
         size, page = self.layout.plane_block_bytes, huge_pages.HUGE_PAGE_BYTES
-        if not _has_huge_pages(self.layout, self.ceiling):
+        if not has_huge_pages(self.layout, self.ceiling):
             return num_blocks
         return min(self.ceiling, -(-num_blocks * size // page) * page // size)
 
     def _allocate_pages(self, fd: int, mapping: memoryview, num_blocks: int) -> None:
-        ranges = _plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
+        ranges = plane_ranges(self.layout, self.ceiling, self.num_blocks, num_blocks)
         try:
             for start, length in ranges:
-                if _has_huge_pages(self.layout, self.ceiling):
+                if has_huge_pages(self.layout, self.ceiling):
                     _allocate_huge_pages(fd, mapping, start, start + length)
                 os.posix_fallocate(fd, start, length)
         except OSError as error:
@@ -283,12 +278,12 @@ class SharedPool:
 
     def _map(self, path: Path, fd: int) -> None:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < _HEADER_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size < HEADER_BYTES:
             raise PoolFileError(f"{path}: not a pool file")
         magic, secret, ceiling, _ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if magic != _MAGIC:
             raise PoolFileError(f"{path}: not a pool file")
-        expected = _file_bytes(self.layout, ceiling)
+        expected = file_bytes(self.layout, ceiling)
         if ceiling < 1 or status.st_size != expected:
             raise PoolFileError(f"{path}: {status.st_size} bytes, a pool of this layout and ceiling has {expected}")
         self.secret: bytes = secret
@@ -300,36 +295,13 @@ class SharedPool:
             if self._is_writable
             else mmap.mmap(fd, expected, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         )
-        self.planes = _view_planes(self._mapping, self.layout, ceiling)
+        self.planes = view_planes(self._mapping, self.layout, ceiling)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that have memory now; reading others could end the process, so nobody may."""
         num_blocks: int = _HEADER.unpack_from(self._mapping, 0)[3]
         return min(num_blocks, self.ceiling)
-
-
-def copy_blocks(source: Planes, source_ids: Sequence[int], destination: Planes, destination_ids: Sequence[int]) -> None:
-    """Copies blocks over all planes; both arrays are [num_planes, blocks, plane_block_bytes], ids already checked.
-
-    Neighbours that stay neighbours go in one copy, without the interpreter lock.
-    """
-    for first, to, length in neighbours(source_ids, destination_ids):
-        destination[:, to : to + length] = source[:, first : first + length]
-
-
-def neighbours(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Pairs of ids in as few runs as there are: where one begins on either side, and how long it is."""
-    start = 0
-    for end in range(1, len(source_ids) + 1):
-        if (
-            end < len(source_ids)
-            and source_ids[end] == source_ids[end - 1] + 1
-            and destination_ids[end] == destination_ids[end - 1] + 1
-        ):
-            continue
-        yield source_ids[start], destination_ids[start], end - start
-        start = end
 
 
 def unlink_dead(directory: Path) -> list[Path]:
@@ -384,35 +356,3 @@ def _give_back_pages(fd: int, start: int, length: int) -> None:
             mapping.madvise(mmap.MADV_REMOVE)
     except OSError as error:
         logger.warning("%d bytes of the pool file stay allocated unused: %s", last - first, error)
-
-
-def _view_planes(mapping: mmap.mmap | memoryview, layout: KVLayout, ceiling: int) -> Planes:
-    pitch = _plane_pitch(layout, ceiling)
-    flat = np.frombuffer(mapping, np.uint8, layout.num_planes * pitch, _planes_start(layout, ceiling))
-    planes = flat.reshape(layout.num_planes, pitch)[:, : ceiling * layout.plane_block_bytes]
-    return planes.reshape(layout.num_planes, ceiling, layout.plane_block_bytes)  # a view: planes stay where they are
-
-
-def _has_huge_pages(layout: KVLayout, ceiling: int) -> bool:
-    """Whether planes are large enough for what is left over of their last huge page not to matter."""
-    return ceiling * layout.plane_block_bytes >= MIN_HUGE_PAGES * huge_pages.HUGE_PAGE_BYTES
-
-
-def _plane_pitch(layout: KVLayout, ceiling: int) -> int:
-    """Bytes from one plane to the next."""
-    size, page = ceiling * layout.plane_block_bytes, huge_pages.HUGE_PAGE_BYTES
-    return -(-size // page) * page if _has_huge_pages(layout, ceiling) else size
-
-
-def _planes_start(layout: KVLayout, ceiling: int) -> int:
-    return huge_pages.HUGE_PAGE_BYTES if _has_huge_pages(layout, ceiling) else _HEADER_BYTES
-
-
-def _file_bytes(layout: KVLayout, ceiling: int) -> int:
-    return _planes_start(layout, ceiling) + layout.num_planes * _plane_pitch(layout, ceiling)
-
-
-def _plane_ranges(layout: KVLayout, ceiling: int, first: int, end: int) -> list[tuple[int, int]]:
-    """Offset and length in the file of blocks `first` to `end - 1`, one range a plane."""
-    size, start, pitch = layout.plane_block_bytes, _planes_start(layout, ceiling), _plane_pitch(layout, ceiling)
-    return [(start + plane * pitch + first * size, (end - first) * size) for plane in range(layout.num_planes)]

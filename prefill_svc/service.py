@@ -28,7 +28,7 @@ from engine.sequence import PREFILL_MOVES, Sequence, State
 from engine.step_loop import StepLoop
 from engine.timeline import CHUNK, CREDIT
 from engine.wire import pool_status, request_from_attempt, token_to_proto
-from engine.worker import WorkerParts
+from engine.worker_parts import WorkerParts
 from engine.worker_service import WorkerService
 from kvstore.leases import Lease, LeaseState
 from prefill_svc.scheduler import PrefillScheduler

@@ -21,7 +21,8 @@ from hmac import compare_digest
 from typing import Any
 
 from kvstore.layout import KVLayout
-from kvstore.memory import SECRET_BYTES, BlockMemory, neighbours
+from kvstore.memory import SECRET_BYTES, BlockMemory
+from kvstore.planes import neighbours
 from kvstore.transport import base
 from kvstore.transport.base import (
     Frame,

@@ -8,7 +8,8 @@ from decode_svc.service import DecodeService
 from engine.config import WorkerConfig
 from engine.planning import Plan
 from engine.scheduling import NewToken
-from engine.worker import WorkerParts, run_worker
+from engine.worker import run_worker
+from engine.worker_parts import WorkerParts
 from runtime.config import load_or_exit
 
 

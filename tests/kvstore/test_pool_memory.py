@@ -23,9 +23,9 @@ from kvstore.memory import (
     PoolMemory,
     PoolMemoryFull,
     SharedPool,
-    copy_blocks,
     unlink_dead,
 )
+from kvstore.planes import copy_blocks
 from runtime.huge_pages import HUGE_PAGE_BYTES
 
 LAYOUT = KVLayout(num_layers=2, block_size=16, num_kv_heads=4, head_dim=32, dtype="float32")  # 8 KiB a plane and block
