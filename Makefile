@@ -11,7 +11,7 @@ BENCH_ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup oracle promtool demo serve test lint k8s-check alerts-check protos bench soak
+.PHONY: help setup oracle tools demo serve test lint k8s-check alerts-check protos bench soak
 
 help:
 	@echo "make setup   create $(VENV) with everything for CPU"
@@ -49,16 +49,17 @@ serve: setup
 
 oracle: $(ORACLE)/.installed
 
-# Where none can be had, it says why, and tests that need it are skipped.
-promtool:
-	@tests/tools/promtool.sh $(TOOLS)
+# From packages of the system. What cannot be had is said, and tests that need it are skipped.
+tools:
+	@tests/tools/debian.sh $(TOOLS)
 
-# All tests run in three processes, as tests/conftest.py divides them; what is asked for by name runs in one.
-test: setup oracle promtool
+# All tests run in four processes, as tests/conftest.py divides them; what is asked for by name runs in one, with what
+# mooncake needs of the system: its tests wait for its engines, some minutes in all (`make test PYTEST_ARGS="-k mooncake"`).
+test: setup oracle tools
 ifeq ($(PYTEST_ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
 else
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	LD_LIBRARY_PATH=$(CURDIR)/$(TOOLS)/lib $(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
 lint: setup
@@ -76,7 +77,7 @@ k8s-check: setup
 	$(BIN)/python -m pytest tests/deploy $(if $(KUBECTL),--kubectl=$(KUBECTL)) $(PYTEST_ARGS)
 
 PROMTOOL ?= PATH="$(TOOLS):$$PATH" promtool
-alerts-check: promtool
+alerts-check: tools
 	$(PROMTOOL) check rules deploy/prometheus/alerts.yaml
 	$(PROMTOOL) test rules deploy/prometheus/alerts.test.yaml
 

@@ -1,8 +1,9 @@
 """What concerns a whole run: which tests run beside which, and what was measured on the way.
 
-`make test` runs three processes. Each takes one of PARTS, and then, file by file, what is left. The first part shares
-systems that are slow to start; the second waits for processes, sockets and clocks, which takes long but not much of the
-cores; the third computes, by one thread. Whoever computes has a lower priority, so that limits of time hold beside it.
+`make test` runs four processes. Each takes one of PARTS, and then, file by file, what is left. The first part shares
+systems that are slow to start; the next two wait for processes, sockets and clocks, which takes long but not much of
+the cores; the fourth computes, by one thread. Whoever computes has a lower priority, so that limits of time hold beside
+it.
 Without `-n` all run in one process, one after another, in the same order.
 """
 
@@ -20,7 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 PARTS = {
     "systems": {"e2e"},
-    "waiting": {"baton", "doors", "faults", "kvstore", "router", "runtime", "tracer"},
+    "waiting": {"baton", "doors", "faults", "runtime"},
+    "waiting too": {"kvstore", "router", "tracer"},
     "models": {"model", "npu"},
     "texts": {"text"},
 }

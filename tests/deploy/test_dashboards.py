@@ -234,10 +234,10 @@ def test_alerts_are_explained() -> None:
 
 
 def promtool() -> str:
-    """The one on PATH, or the one that `make promtool` got; skips where it could get none."""
+    """The one on PATH, or the one that `make tools` got; skips where it could get none."""
     found = shutil.which("promtool") or shutil.which(ROOT / ".tools" / "promtool")
     if found is None:
-        pytest.skip("promtool is neither on PATH nor in .tools: `make promtool` gets it, or says why it cannot")
+        pytest.skip("promtool is neither on PATH nor in .tools: `make tools` gets it, or says why it cannot")
     return found
 
 

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 from own_memory import declare_own_memory, expect_little
 
 NUM_WALKS = 100
-NUM_RUNS = 150
-MAX_ORDERS, SOME_ORDERS = 20_000, 200
+NUM_RUNS = 70
+MAX_ORDERS, SOME_ORDERS = 20_000, 60
 CROWDED = {"num_kv_blocks": 6, "max_num_seqs": 3}
 TWO = [Ask(b"abcde", 5), Ask(b"vwxyz", 5)]
 
@@ -71,7 +71,9 @@ def test_random_walks_with_swaps(
 
     monkeypatch.setattr(random_walks, "_size", crowded)
     monkeypatch.setattr(random_walks, "_ask", lambda draws: replace(draw_ask(draws), num_tokens=8))
-    for seed in range(first_seed, first_seed + (10 if deep else 1) * NUM_WALKS):
+    if not deep:
+        pytest.skip("takes most of a minute, and seldom swaps: goes with --deep")
+    for seed in range(first_seed, first_seed + 10 * NUM_WALKS):
         try:
             random_walks.walk(seed, tmp_path).run()
         except AssertionError as violation:

@@ -43,7 +43,7 @@ def cut(tmp_path: Path) -> Iterator[Cut]:
     def load(model: Path, num_ranks: int, dtype: str = "float32", quantization: str = "none") -> RankThreads:
         folder = tmp_path / f"ranks-{len(closing)}"
         folder.mkdir()
-        layout = model_spec(open_checkpoint(str(model)), dtype).kv_layout(BLOCK_SIZE, num_ranks)
+        layout = model_spec(open_checkpoint(str(model)), dtype).kv_layout(BLOCK_SIZE, num_ranks=num_ranks)
         memory = PoolMemory.create(layout, NUM_BLOCKS, NUM_BLOCKS, epoch=1, directory=folder)
         assert memory.shared_path is not None
 
