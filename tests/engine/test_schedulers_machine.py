@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_preemptions=st.integers(0, 2),
         is_static=st.booleans(),
         expected=st.sampled_from([1, 3, 99]),
-        num_host_blocks=st.sampled_from([0, 0, 3, 14]),
+        num_host_blocks=st.sampled_from([0, 3, 14]),
     )
     def create(
         self,
@@ -146,6 +146,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step_again(self, data: st.DataObject) -> None:
         """More likely than other rules, so that sequences come far."""
         self.commit([data.draw(TOKENS) for _ in self.step.batch.sample_rows])
+
+    @precondition(lambda self: self.scheduler is not None)
+    @rule(num_steps=st.integers(2, 9))
+    def run_on(self, num_steps: int) -> None:
+        """Nothing else happens for a while, so that sequences outgrow their blocks."""
+        for _ in range(num_steps):
+            if self.step is not None:
+                self.commit([1] * len(self.step.batch.sample_rows))
+            self.plan_step()
 
     def commit(self, tokens: list[int]) -> None:
         step, self.step = self.step, None
