@@ -62,17 +62,16 @@ def test_whatever_fails_beside_swaps_answers_are_right_and_nothing_is_held(
 def test_random_walks_with_swaps(
     swapped: Counter[str], monkeypatch: pytest.MonkeyPatch, deep: bool, first_seed: int, tmp_path: Path
 ) -> None:
-    draw_size, draw_ask = random_walks._size, random_walks._ask
+    draw_size = random_walks._size
 
     def crowded(draws: random.Random, directory: Path) -> Size:
         """All at one decode worker, whose pool holds little more than the longest of them."""
         size = draw_size(draws, directory)
-        return replace(size, num_decode=1, decode={**size.decode, "num_kv_blocks": 9, "max_num_seqs": 4})
+        return replace(size, num_decode=1, decode={**size.decode, "num_kv_blocks": 8, "max_num_seqs": 4})
 
-    monkeypatch.setattr(random_walks, "_size", crowded)
-    monkeypatch.setattr(random_walks, "_ask", lambda draws: replace(draw_ask(draws), num_tokens=8))
     if not deep:
         pytest.skip("takes most of a minute, and seldom swaps: goes with --deep")
+    monkeypatch.setattr(random_walks, "_size", crowded)
     for seed in range(first_seed, first_seed + 10 * NUM_WALKS):
         try:
             random_walks.walk(seed, tmp_path).run()
