@@ -33,8 +33,13 @@ MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
 IS_NICE: pytest.StashKey[bool] = pytest.StashKey()
 
 # A process that gives way to another says nothing of how long an example takes.
+# Where a test does not say how many examples it wants, 40: `make soak` plays others, as many as there is time for.
 settings.register_profile(
-    "beside others", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "beside others",
+    settings.default,
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("beside others")
 

@@ -126,7 +126,7 @@ def test_profile_of_a_worker_that_serves(system: Served) -> None:
 def test_profile_shows_what_bounds_the_real_model(tmp_path: Path) -> None:
     """Its own service, from nothing to a table: shares of peaks that were measured beside the steps."""
     trace = tmp_path / "trace.json"
-    options = ("--prompt-tokens=128", "--context-tokens=32", "--batch-sizes=1,4", "--num-steps=6")
+    options = ("--prompt-tokens=128", "--context-tokens=32", "--batch-sizes=1,4", "--num-steps=3")
     done = baton("profile", "smollm2", *options, "--json", "--perfetto", str(trace))
     assert done.returncode == 0, done
     found = json.loads(done.stdout)

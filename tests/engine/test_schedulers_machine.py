@@ -371,7 +371,7 @@ class DecodeMachine(SchedulerMachine):
             self.end_fetch(sequence, 1)
 
 
-_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
+_SETTINGS = settings(max_examples=50, stateful_step_count=50, deadline=None)
 TestPrefillScheduler = PrefillMachine.TestCase
 TestPrefillScheduler.settings = _SETTINGS
 TestDecodeScheduler = DecodeMachine.TestCase

@@ -38,8 +38,8 @@ def test_it_is_about_as_fast_as_the_best_fixed_length_and_never_slower_than_none
     assert adaptive.rate >= 0.93 * max(fixed)  # times are noisy: the worst of these is 0.937
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+@pytest.mark.parametrize("batch_size", [4])
 @pytest.mark.parametrize("cost", COSTS)
 def test_so_it_is_where_a_model_drafts(cost, batch_size, rate):
     """Each draft of the longest run takes a run of it."""

@@ -28,7 +28,7 @@ from engine.step_time import StepTimes
 SCRIPT = (1, 3, 0, 2)
 WRONG = 0
 """The tracer never says it."""
-NUM_WALKS = 60
+NUM_WALKS = 40
 MAX_ORDERS = 20_000
 
 

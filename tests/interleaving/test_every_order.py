@@ -9,7 +9,7 @@ from playing import Play
 from random_walks import walk
 from whole_system import Ask, Size
 
-NUM_WALKS = 200
+NUM_WALKS = 120
 ONE_PAIR = Size(num_prefill=1, num_decode=1, has_probes=False)
 ONE_CHUNK = Size(num_prefill=1, num_decode=1, prefill={"chunk_size": 8}, has_probes=False)
 CASES: dict[str, tuple[list[Ask], Size]] = {

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tracer"))
 from own_memory import declare_own_memory, expect_little
 
 NUM_WALKS = 100
-NUM_RUNS = 70
-MAX_ORDERS, SOME_ORDERS = 20_000, 60
+NUM_RUNS = 40
+MAX_ORDERS, SOME_ORDERS = 20_000, 30
 CROWDED = {"num_kv_blocks": 6, "max_num_seqs": 3}
 TWO = [Ask(b"abcde", 5), Ask(b"vwxyz", 5)]
 

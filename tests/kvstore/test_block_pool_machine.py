@@ -149,4 +149,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

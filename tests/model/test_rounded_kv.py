@@ -29,8 +29,9 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 300])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "dtype"), SHAPES)
+# Of both kernels and of all types some; each shape is compiled.
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "dtype"), [SHAPES[i] for i in (0, 4, 7, 8, 9)])
 def test_attention_to_rounded_kv_equals_reference(
     ops: Ops, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> None:
