@@ -23,7 +23,8 @@ PARTS = {
     "systems": {"e2e"},
     "waiting": {"baton", "doors", "faults", "runtime"},
     "waiting too": {"kvstore", "router", "tracer"},
-    "models": {"model", "npu"},
+    "models": {"model"},
+    "npu": {"npu"},
     "texts": {"text"},
 }
 """Folders whose tests stay together. Those of texts share tokenizers that are slow to make."""
