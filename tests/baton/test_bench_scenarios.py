@@ -182,7 +182,7 @@ def test_router() -> None:
     rows = rows_of(results("router", "--num-requests=40", "--max-concurrency=40", "--output-tokens=32"))
     assert rows.keys() == {"router", "two-routers", "saturated", "offered"}
     for row in rows.values():
-        assert row["router_cpu_s"] > 0 and row["tokens_per_message"] >= 1 and 0 < row["machine_busy"] <= 1
+        assert row["router_cpu_s"] > 0 and row["tokens_per_message"] >= 1 and 0 < row["machine_busy"] <= 1.001
         assert row["router_cpu_us_per_token"] == pytest.approx(1e6 * row["router_cpu_s"] / (40 * 32))
     offered = rows["offered"]
     assert offered["offered_tok_s"] == pytest.approx(40 / 0.05, rel=0.2), "two workers, whose steps take 50 ms"

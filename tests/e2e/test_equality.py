@@ -38,9 +38,11 @@ def test_64_concurrent_streams_equal_one_at_a_time(
     """64 greedy ones, and the 16 sampled ones beside them, on a system that has nothing cached."""
     requests, alone = [*greedy_requests, *sampled_requests], [*greedy_alone, *sampled_alone]
     answers = ask_together(serve("--dtype=float32").address, requests)
-    assert len(answers) == 64 + 16 and {answer.served_by.transport for answer in answers} == {"shm"}
+    assert len(answers) == 64 + 16
     # One that was given back and tried again finds its own prompt.
-    assert not any(answer.usage.cached_tokens for answer in answers if answer.served_by.num_attempts == 1)
+    first_tries = [answer for answer in answers if answer.served_by.num_attempts == 1]
+    assert {answer.served_by.transport for answer in first_tries} == {"shm"}
+    assert not any(answer.usage.cached_tokens for answer in first_tries)
     ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], "80 at once")
     measured(f"64 greedy streams and 16 sampled ones against one at a time: {ties} answers part at near-ties")
 

@@ -119,7 +119,8 @@ def _wrong_first_position(answer: worker_pb2.ReleaseResponse) -> None:
 
 
 def _repeat(frame: worker_pb2.FetchResponse) -> None:
-    frame.first_block = max(0, frame.first_block - 1)
+    # Before the first there is none; all may come in one frame, when the first is the only one to lie about.
+    frame.first_block = frame.first_block - 1 if frame.first_block else len(frame.block_ids)
 
 
 BLOCKS, COUNT, LEASE = worker_pb2.KV_CHECK_BLOCKS, worker_pb2.KV_CHECK_COUNT, worker_pb2.KV_CHECK_LEASE
