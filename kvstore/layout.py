@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 SCALE_BYTES = 4
-"""With "int8", each head of a position ends with the float32 that its elements are multiplied with."""
+"""With "int8", each head of a position ends with the float32 that its elements are multiplied with; the same as
+`kernels.SCALE_BYTES`, which cannot be had without torch."""
 
 
 @dataclass(frozen=True, slots=True)

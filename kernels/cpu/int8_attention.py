@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kernels import SCALE_BYTES
-from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, own_items
+from kernels.cpu.attention import F32, I32, ITEM_WORDS, PARTITION, own_items
 from kernels.cpu.int8_products import (
     QUAD,
     STEP,
@@ -27,7 +27,7 @@ from kernels.cpu.int8_products import (
     scale_products,
     weigh_rows,
 )
-from kernels.cpu.score_rows import heads_at_once, highest_of_rows, tile_at
+from kernels.cpu.score_rows import find_nothing, heads_at_once, highest_of_rows, tile_at
 from kernels.cpu.simd import (
     FUSED,
     float_of_bits,
@@ -98,13 +98,8 @@ def make_int8_attend(element: Any, head_dim: int, group: int, num_kv: int, revis
             next_first, next_last = np.int64(following[4]), np.int64(following[5])
             for r in range(num_rows):
                 begin, end = max(first, position + r + 1 - window), min(last, position + r + 1)
-                if begin >= end:  # a part before the row's window
-                    for head in range(num_heads):
-                        to = moved(partials, ((partial + r) * num_heads + head) * (head_dim + 2))
-                        for i in range(head_dim):
-                            to[i] = np.float32(0)
-                        to[head_dim] = LOWEST
-                        to[head_dim + 1] = np.float32(0)
+                if begin >= end:
+                    find_nothing(partials, partial + r, num_heads, head_dim)
                     continue
                 for part in range(num_passes):
                     first_head = part * num_at_once

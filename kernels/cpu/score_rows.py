@@ -16,7 +16,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.simd import FLOAT, FUSED, INDEX, fetch_line
+from kernels.cpu.attention import LOWEST
+from kernels.cpu.simd import FLOAT, FUSED, INDEX, fetch_line, moved
 from kernels.cpu.tiles import TILE, at
 
 WORD = ir.IntType(32)
@@ -31,9 +32,20 @@ def heads_at_once(num_kv: int, group: int) -> int:
 
 @njit(error_model="numpy", forceinline=True)
 def tile_at(table: Any, position: Any, end: Any, block_size: Any) -> Any:
-    """The slot at which the 16 positions begin that `position` is among, or else the last below `end`."""
-    position = min(position, end - 1)
+    """The slot at which the 16 positions begin that `position` is among, or else the last below `end`, or the first."""
+    position = max(min(position, end - 1), 0)  # a block may begin before the part of a context that ends in it
     return np.int64(table[position // block_size]) * block_size + position % block_size // TILE * TILE
+
+
+@njit(error_model="numpy", forceinline=True)
+def find_nothing(partials: Any, row: Any, num_heads: Any, head_dim: Any) -> None:
+    """The result of a row in a part of its context that lies before its window."""
+    for head in range(num_heads):
+        found = moved(partials, (row * num_heads + head) * (head_dim + 2))
+        for i in range(head_dim):
+            found[i] = np.float32(0)
+        found[head_dim] = LOWEST
+        found[head_dim + 1] = np.float32(0)
 
 
 def fetch_lines(builder: Any, address: Any, offsets: range) -> None:

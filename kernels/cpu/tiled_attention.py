@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.attention import F32, I32, ITEM_WORDS, LOWEST, PARTITION, own_items
+from kernels.cpu.attention import F32, I32, ITEM_WORDS, PARTITION, own_items
 from kernels.cpu.score_rows import (
     ROW,
     WORD,
@@ -26,6 +26,7 @@ from kernels.cpu.score_rows import (
     early_lines,
     exponential_of_row,
     fetch_lines,
+    find_nothing,
     heads_at_once,
     highest_of_rows,
     later_lines,
@@ -278,13 +279,8 @@ def make_tiled_attend(element: Any, head_dim: int, group: int, num_kv: int, revi
             next_first, next_last = np.int64(following[4]), np.int64(following[5])
             for r in range(num_rows):
                 begin, end = max(first, position + r + 1 - window), min(last, position + r + 1)
-                if begin >= end:  # a part before the row's window
-                    for head in range(num_heads):
-                        found = moved(partials, ((partial + r) * num_heads + head) * (head_dim + 2))
-                        for i in range(head_dim):
-                            found[i] = np.float32(0)
-                        found[head_dim] = LOWEST
-                        found[head_dim + 1] = np.float32(0)
+                if begin >= end:
+                    find_nothing(partials, partial + r, num_heads, head_dim)
                     continue
                 for part in range(num_passes):
                     first_head = part * kv_at_once * group

@@ -224,7 +224,9 @@ class _Engine:
         for here, there, num_bytes in parts:
             if len(under_way) == NUM_AT_ONCE:
                 is_good = self._ends_well(under_way.popleft())
-            transfer = self._engine.batch_transfer_async_read(session, [here], [there], [num_bytes]) if is_good else 0
+                if not is_good:
+                    break
+            transfer = self._engine.batch_transfer_async_read(session, [here], [there], [num_bytes])
             if transfer in _NOT_STARTED:
                 is_good = False
                 break

@@ -62,6 +62,8 @@ def test_whatever_fails_beside_swaps_answers_are_right_and_nothing_is_held(
 def test_random_walks_with_swaps(
     swapped: Counter[str], monkeypatch: pytest.MonkeyPatch, deep: bool, first_seed: int, tmp_path: Path
 ) -> None:
+    if not deep:
+        pytest.skip("takes most of a minute, and seldom swaps: goes with --deep")
     draw_size = random_walks._size
 
     def crowded(draws: random.Random, directory: Path) -> Size:
@@ -69,8 +71,6 @@ def test_random_walks_with_swaps(
         size = draw_size(draws, directory)
         return replace(size, num_decode=1, decode={**size.decode, "num_kv_blocks": 8, "max_num_seqs": 4})
 
-    if not deep:
-        pytest.skip("takes most of a minute, and seldom swaps: goes with --deep")
     monkeypatch.setattr(random_walks, "_size", crowded)
     for seed in range(first_seed, first_seed + 10 * NUM_WALKS):
         try:

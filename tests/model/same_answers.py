@@ -71,13 +71,14 @@ def undisturbed(setting: Setting, prompts: list[list[int]], sampling: list[Sampl
 
 
 def paused(setting: Setting, prompts: list[list[int]], sampling: list[SamplingParams]) -> Played:
-    """By threes, whose places those of a higher class take, and with blocks for a few: who is evicted comes again."""
+    """By threes, one more with every step, whose places those of a higher class take, and with blocks for a few: who is
+    evicted comes again."""
     longest = max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, sampling, strict=True))
     pool = setting.pool(min(setting.num_blocks, 2 * (longest // BLOCK_SIZE + 2)), max_batch_size=3)
     played, live = Played([[] for _ in prompts]), dict[int, Sequence]()
     waiting = list(range(len(prompts)))
-    for step in range(MAX_STEPS):
-        if waiting and step % 5 == 0:
+    for _ in range(MAX_STEPS):
+        if waiting:
             index = waiting.pop(0)
             asked = request(index, prompts[index], sampling[index], priority=Priority(1 + index % 3))
             live[index] = pool.add(asked)

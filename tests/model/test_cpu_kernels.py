@@ -59,7 +59,7 @@ def test_long_contexts_equal_reference(ops: Ops, num_rows: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [1, 12, 128])
+@pytest.mark.parametrize("block_size", [1, 12, 48, 128])
 def test_attention_over_blocks_of_other_sizes(ops: Ops, block_size: int, dtype: torch.dtype) -> None:
     case = make_case(MIXED, block_size=block_size)
     for window in (None, 20):

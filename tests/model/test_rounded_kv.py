@@ -45,6 +45,16 @@ def test_attention_to_rounded_kv_equals_reference(
         torch.testing.assert_close(result[rows].float(), expected[rows], atol=tolerance, rtol=2 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [12, 48])
+def test_rounded_kv_in_blocks_that_parts_of_a_context_cut(ops: Ops, block_size: int, dtype: torch.dtype) -> None:
+    case = make_case(MIXED, block_size=block_size).rounded()
+    for window in (None, 20):
+        expected = case.attend(load_ops("reference"), window)
+        result = replace(case, query=case.query.to(dtype)).attend(ops, window)
+        torch.testing.assert_close(result.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, CHUNK_ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_of_rounded_kv_equal_reference(ops: Ops, num_rows: int, dtype: torch.dtype) -> None:
