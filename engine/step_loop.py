@@ -2,7 +2,8 @@
 
 One asyncio loop owns all scheduling state, so there are no locks: `plan` and `commit` run in it, `run` alone leaves it,
 for one worker thread. Between them the loop serves calls, which may end sequences; their blocks stay until the commit.
-The loop sleeps on an event when a plan is empty, audits the pool then, and grows it before a plan that needs more.
+The loop sleeps on an event when a plan is empty, audits the pool then, within a small part of its time, and grows it
+before a plan that needs more.
 Copies of KV to host memory and back, which a plan may order, are made before its step; if that fails, those whose KV it
 is are evicted.
 """
@@ -38,6 +39,8 @@ IDLE_SEQUENCE_TOKENS = 512
 how many a sequence usually has."""
 SIZE_BOUNDS = tuple(2.0**power for power in range(16))
 """Of tokens and of sequences in a step."""
+AUDIT_PART = 0.01
+"""Most of the time that audits of the pool may take: each looks at every block there is."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
 
@@ -81,6 +84,7 @@ class StepLoop:
         self._refused_s = 0.0  # when memory was, last
         self._growing: asyncio.Task[None] | None = None  # the pool, while steps go on
         self._wanted = asyncio.Event()
+        self._next_audit_s = 0.0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
         """Steps committed so far."""
@@ -97,7 +101,6 @@ class StepLoop:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises PoolCorrupted when the accounts are broken: the process must end then."""
-        holdings = self._scheduler.holdings
         try:
             while True:
                 self._wanted.clear()
@@ -108,14 +111,30 @@ class StepLoop:
                 if plan.slices:
                     await self._step(plan)
                 elif not await self._swap():
-                    holdings.check()
                     self._grow_idle()
-                    await self._wanted.wait()
+                    await self._idle()
         finally:
             self.step_clock.close()
             self._executor.shutdown(wait=True)
             if self._growing is not None:
                 await asyncio.wait([self._growing])  # a thread cannot be stopped
+
+    async def _idle(self) -> None:
+        """Audits the pool when that is due, and waits for something to do."""
+        rest_s = self._next_audit_s - self._clock()
+        if rest_s > 0:
+            try:
+                async with asyncio.timeout(rest_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                pass
+            else:
+                return
+        started_s = self._clock()
+        self._scheduler.holdings.check()
+        ended_s = self._clock()
+        self._next_audit_s = ended_s + (ended_s - started_s) / AUDIT_PART
+        await self._wanted.wait()
 
     async def _step(self, plan: Plan) -> None:
         """Runs and commits a plan. If that fails its sequences run again, each alone and without drafts, so that the

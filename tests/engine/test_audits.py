@@ -1,0 +1,57 @@
+"""When the step loop audits the pool: while it has nothing to do, and within a small part of its time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_pool_growth import DEADLINE_S, MemoryOf, Worker
+
+from engine.step_loop import AUDIT_PART
+
+
+class Audits:
+    """Counts them; each takes so long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, worker: Worker, duration_s: float) -> None:
+        self.num = 0
+        self.made = asyncio.Event()
+        check = worker.holdings.check
+
+        def audit() -> None:
+            check()
+            worker.now_s += duration_s
+            self.num += 1
+            self.made.set()
+
+        monkeypatch.setattr(worker.holdings, "check", audit)
+
+
+async def answer(worker: Worker, first: int) -> None:
+    sequence = worker.add(20, first=first)
+    await worker.until(lambda: sequence.is_over)
+
+
+async def test_audits_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(64, 64, MemoryOf(64))
+    audits = Audits(monkeypatch, worker, 1.0)
+    async with worker.running():
+        for first in range(100, 500, 100):
+            await answer(worker, first)
+        assert audits.num == 1, "answers came one by one, and only the first wait had time for it"
+        worker.now_s += 1.0 / AUDIT_PART
+        await answer(worker, 500)
+        await answer(worker, 600)
+        assert audits.num == 2
+
+
+async def test_who_has_nothing_more_to_do_is_audited_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(64, 64, MemoryOf(64))
+    audits = Audits(monkeypatch, worker, 0.1 * AUDIT_PART)
+    async with worker.running(), asyncio.timeout(DEADLINE_S):
+        await audits.made.wait()
+        audits.made.clear()
+        await answer(worker, 100)
+        await audits.made.wait()
+        await asyncio.sleep(0.3)
+        assert audits.num == 2, "nothing has changed since"
