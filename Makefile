@@ -53,13 +53,13 @@ oracle: $(ORACLE)/.installed
 tools:
 	@tests/tools/debian.sh $(TOOLS)
 
-# All tests run in four processes, as tests/conftest.py divides them; what is asked for by name runs in one, with what
-# mooncake needs of the system: its tests wait for its engines, some minutes in all (`make test PYTEST_ARGS="-k mooncake"`).
+# All tests run in four processes, as tests/conftest.py divides them; what is asked for by name runs in one.
+test: export LD_LIBRARY_PATH := $(CURDIR)/$(TOOLS)/lib$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 test: setup oracle tools
 ifeq ($(PYTEST_ARGS),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --no-loadscope-reorder
 else
-	LD_LIBRARY_PATH=$(CURDIR)/$(TOOLS)/lib $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
 lint: setup

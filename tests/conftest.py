@@ -1,9 +1,9 @@
 """What concerns a whole run: which tests run beside which, and what was measured on the way.
 
-`make test` runs four processes. Each takes one of PARTS, and then, file by file, what is left. The first part shares
-systems that are slow to start; the next two wait for processes, sockets and clocks, which takes long but not much of
-the cores; the fourth computes, by one thread. Whoever computes has a lower priority, so that limits of time hold beside
-it.
+`make test` runs four processes. Each takes one of PARTS, and then, file by file, what is left, longest first as far as
+is known. The first part shares systems that are slow to start; the next two wait for processes, sockets and clocks,
+which takes long but not much of the cores; the fourth and what is left computes, by one thread. Whoever computes has a lower
+priority, so that limits of time hold beside it.
 Without `-n` all run in one process, one after another, in the same order.
 """
 
@@ -23,11 +23,11 @@ PARTS = {
     "systems": {"e2e"},
     "waiting": {"baton", "doors", "faults", "runtime"},
     "waiting too": {"kvstore", "router", "tracer"},
-    "models": {"model"},
-    "npu": {"npu"},
+    "the real model": {"test_real_model_oracle"},
+    "engines on NPUs": {"test_npu_engine", "test_npu_verification"},
     "texts": {"text"},
 }
-"""Folders whose tests stay together. Those of texts share tokenizers that are slow to make."""
+"""Folders and files whose tests stay together. Those of texts share tokenizers that are slow to make."""
 COMPUTING = {"engine", "interleaving", "model", "npu", "text"}
 NICENESS = 10
 MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
@@ -52,13 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def part_of(path: PurePath) -> str:
     """What a test in this file stays together with."""
-    return next((part for part, folders in PARTS.items() if path.parent.name in folders), path.stem)
+    return next((part for part, names in PARTS.items() if path.parent.name in names or path.stem in names), path.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The parts first, since they take longest."""
+    """The parts first, since they take longest; then those that compute models."""
     order = {part: place for place, part in enumerate(PARTS)}
-    items.sort(key=lambda item: order.get(part_of(item.path), len(order)))
+    items.sort(key=lambda item: order.get(part_of(item.path), len(order) + (item.path.parent.name != "model")))
 
 
 class PartsScheduling(LoadScopeScheduling):

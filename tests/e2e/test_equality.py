@@ -61,9 +61,10 @@ def test_answers_equal_those_given_alone(
     requests, alone = requests_and_answers
     transport, *flags = CONFIGURATIONS[name]
     answers = ask_together(serve("--dtype=float32", *flags).address, requests)
-    assert {answer.served_by.transport for answer in answers} == {transport}
-    # One that was given back and tried again finds its own prompt.
-    assert not any(answer.usage.cached_tokens for answer in answers if answer.served_by.num_attempts == 1)
+    # One that was given back and tried again finds its own prompt, and may need no other worker.
+    first_tries = [answer for answer in answers if answer.served_by.num_attempts == 1]
+    assert {answer.served_by.transport for answer in first_tries} == {transport}
+    assert not any(answer.usage.cached_tokens for answer in first_tries)
     ties = count_near_ties(requests, alone, [answer.token_ids for answer in answers], name)
     measured(f"equality, {name}: {ties} of {len(requests)} answers part at near-ties")
 
