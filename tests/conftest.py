@@ -2,8 +2,8 @@
 
 `make test` runs four processes. Each takes one of PARTS, and then, file by file, what is left, longest first as far as
 is known. The first part shares systems that are slow to start; the next two wait for processes, sockets and clocks,
-which takes long but not much of the cores; the fourth and what is left computes, by one thread. Whoever computes has a lower
-priority, so that limits of time hold beside it.
+which takes long but not much of the cores; the fourth and what is left computes, by one thread. Whoever computes has a
+lower priority, so that limits of time hold beside it.
 Without `-n` all run in one process, one after another, in the same order.
 """
 
