@@ -24,8 +24,8 @@ FEW_ROWS_FLOAT = 2
 """Up to so many rows these kernels are faster than oneDNN's: measured by tests/perf/linear_cost.py."""
 FEW_ROWS_INT8 = 12
 """The same for int8."""
-TILED_ROWS_FLOAT, TILED_ROWS_INT8 = 64, 64
-"""The same where the CPU has a matrix unit."""
+TILED_ROWS_FLOAT, ANY_ROWS = 64, 1 << 31
+"""Where the CPU has a matrix unit: the same of bfloat16; of int8 there are no rows too many."""
 FEW_ROWS_INT8_BEFORE_TILES = 4
 """There, up to so many rows are not worth a pass of their own to round them."""
 ROUND, SCALE = struct.Struct("7q"), struct.Struct("9q")
@@ -100,7 +100,7 @@ class FewRows:
         """Up to so many rows `multiply_int8` is the fastest way, and up to so many `multiply_values`."""
         if self._tiles is None or weights.num_in % self._rows.INT8_DEPTH:
             return FEW_ROWS_INT8, 0
-        return FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_INT8
+        return FEW_ROWS_INT8_BEFORE_TILES, ANY_ROWS
 
     def _is_tiled_float(self, weights: PackedWeights) -> bool:
         is_known = weights.weight.dtype == torch.bfloat16 and self._tiles is not None
@@ -114,8 +114,8 @@ class FewRows:
         return self._tiles is not None
 
     def is_tiled(self, weights: PackedWeights | PackedInt8Weights) -> bool:
-        """Whether `tiled_kernel` multiplies up to `weights.max_rows` rows."""
-        return self._tiles is not None and weights.max_rows in (TILED_ROWS_FLOAT, TILED_ROWS_INT8)
+        """Whether `tiled_kernel` multiplies with a weight."""
+        return weights.max_rows in (TILED_ROWS_FLOAT, ANY_ROWS)
 
     def tiled_kernel(self, is_int8: bool, dtype: torch.dtype) -> Kernel:
         """What multiplies with weights that are tiled: its arguments are TILED_INT8 or TILED_FLOAT."""

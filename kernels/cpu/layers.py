@@ -28,6 +28,8 @@ from kernels.cpu.linear import PackedInt8Weights, PackedWeights
 from kernels.cpu.simd import pointer
 from kernels.cpu.threads import SHARE, Kernel, barrier
 
+MAX_ROWS = few_rows.TILED_ROWS_FLOAT
+"""Of a step that runs in one call."""
 WORDS = 16
 """Room for one kernel's arguments."""
 NUM_PARTS = 6
@@ -88,13 +90,11 @@ def fuse(
     between_layers: Callable[[], None],
 ) -> LayerProgram | None:
     """The program of a model; None if a linear layer is held in a form that no kernel here multiplies with."""
-    max_rows = 0
     for layer in layers:
         for weights in (layer.qkv, layer.output, layer.gate_up, layer.down):
             if not isinstance(weights, PackedWeights | PackedInt8Weights) or not products.is_tiled(weights):
                 return None
-            max_rows = min(max_rows or weights.max_rows, weights.max_rows)
-    return LayerProgram(ops, products, layers, final_norm, shape, max_rows, between_layers)
+    return LayerProgram(ops, products, layers, final_norm, shape, between_layers)
 
 
 class LayerProgram(LayerStack):
@@ -107,25 +107,23 @@ class LayerProgram(LayerStack):
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         shape: DecoderShape,
-        max_rows: int,
         between_layers: Callable[[], None],
     ) -> None:
         self._ops, self._products = ops, products
         self._layers, self._final_norm, self._shape = layers, final_norm, shape
-        self._max_rows = max_rows
         self._run = make_run(I64, ops.revision)
         self._between_layers = between_layers
         self._program: Program | None = None
         self._num_threads = 0
         self._cache_addresses: tuple[int, ...] = ()
         self._partials = torch.empty(0)
-        self._buffers = Buffers(shape, max_rows, final_norm.dtype)
+        self._buffers = Buffers(shape, MAX_ROWS, final_norm.dtype)
 
     def fits(self, metadata: AttentionMetadata) -> bool:
         """See `kernels.LayerStack`: few rows, and no sequence that is better left to torch."""
         plan = metadata.plan
         assert isinstance(plan, AttentionPlan)
-        return not plan.chunks and metadata.slots.shape[0] <= self._max_rows
+        return not plan.chunks and metadata.slots.shape[0] <= MAX_ROWS
 
     def run(
         self,

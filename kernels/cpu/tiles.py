@@ -1,9 +1,10 @@
 """Products of rows with packed weights by the matrix unit of x86 CPUs (AMX), which computes 16 by 16 sums at a time.
 
 Owns the kernels, for bfloat16 and for 8-bit weights in the orders that `rows.py` names, and the layout of their
-arguments. Up to some 64 rows the reading of weights is what takes the time: each weight is read once, in order. Sums
-of a row are the same whatever other rows there are. Source: Intel 64 Architectures Software Developer's Manual, volume
-1, chapter 18 "Programming with Intel AMX"; the instructions in LLVM's terms: IntrinsicsX86.td.
+arguments. Up to some 64 rows the reading of weights is what takes the time: each weight is read once, in order. Of more
+rows, with 8-bit weights, as many as stay in the second cache meet all weights before others do. Sums of a row are the
+same whatever other rows there are. Source: Intel 64 Architectures Software Developer's Manual, volume 1, chapter 18
+"Programming with Intel AMX"; the instructions in LLVM's terms: IntrinsicsX86.td.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ COLUMNS = 2 * TILE
 """Outputs computed at once, from two tiles of weights."""
 ROWS = 2 * TILE
 """Rows computed at once; of more, each part of a weight is used again while it is in the cache."""
+PANEL_BYTES = 3 << 18
+"""Rows of so many bytes stay in the second cache, while the weights pass by."""
 CONFIG_BYTES = 64
 SCRATCH = CONFIG_BYTES + 4 * ROWS * COLUMNS
 """Bytes a thread needs."""
@@ -164,6 +167,12 @@ def configure(address: Any, num_rows: Any) -> Any:
     load_config(address)
 
 
+@njit(error_model="numpy", forceinline=True)
+def rows_of_panel(row_bytes: Any) -> Any:
+    """Rows that are multiplied with all weights before others are."""
+    return max(1, PANEL_BYTES // (ROWS * row_bytes)) * ROWS
+
+
 def make_tiled_float(element: Any, revision: int) -> Kernel:
     """Rows times packed bfloat16 weights.
 
@@ -221,33 +230,35 @@ def make_tiled_int8(element: Any, revision: int) -> Kernel:
         sums, totals = scratch + CONFIG_BYTES, pointer(scratch + CONFIG_BYTES, np.int32(0))
         num_blocks, num_steps = (num_out + COLUMNS - 1) // COLUMNS, size // INT8_DEPTH
         configured = np.int64(0)
-        for block in range(num_blocks * thread // threads, num_blocks * (thread + 1) // threads):
-            first = block * COLUMNS
-            columns = min(COLUMNS, num_out - first)
-            # Packed weights have 64 columns side by side: two blocks.
-            part = weights + (first // INT8_COLUMNS) * INT8_COLUMNS * size + first % INT8_COLUMNS * 4
-            own_sums, own_scales = moved(column_sums, first), moved(column_scales, first)
-            shift = moved(bias, first)
-            for row in range(0, num_rows, ROWS):
-                rows = min(ROWS, num_rows - row)
-                if rows != configured:
-                    configure(scratch, rows)
-                    configured = rows
-                if rows > TILE:
-                    many_int8(values + row * size, size, part, num_steps, sums)
-                else:
-                    few_int8(values + row * size, size, part, num_steps, sums)
-                for r in range(rows):
-                    to, own = moved(output, (row + r) * num_out + first), moved(totals, r * COLUMNS)
-                    scale, middle = scales[row + r], middles[row + r]
-                    if has_bias:
-                        for i in range(columns):
-                            product = (np.float32(own[i]) + middle * own_sums[i]) * own_scales[i] * scale
-                            to[i] = narrow(product + shift[i], element)
+        panel = rows_of_panel(size)
+        for top in range(0, num_rows, panel):
+            for block in range(num_blocks * thread // threads, num_blocks * (thread + 1) // threads):
+                first = block * COLUMNS
+                columns = min(COLUMNS, num_out - first)
+                # Packed weights have 64 columns side by side: two blocks.
+                part = weights + (first // INT8_COLUMNS) * INT8_COLUMNS * size + first % INT8_COLUMNS * 4
+                own_sums, own_scales = moved(column_sums, first), moved(column_scales, first)
+                shift = moved(bias, first)
+                for row in range(top, min(num_rows, top + panel), ROWS):
+                    rows = min(ROWS, num_rows - row)
+                    if rows != configured:
+                        configure(scratch, rows)
+                        configured = rows
+                    if rows > TILE:
+                        many_int8(values + row * size, size, part, num_steps, sums)
                     else:
-                        for i in range(columns):
-                            product = (np.float32(own[i]) + middle * own_sums[i]) * own_scales[i] * scale
-                            to[i] = narrow(product, element)
+                        few_int8(values + row * size, size, part, num_steps, sums)
+                    for r in range(rows):
+                        to, own = moved(output, (row + r) * num_out + first), moved(totals, r * COLUMNS)
+                        scale, middle = scales[row + r], middles[row + r]
+                        if has_bias:
+                            for i in range(columns):
+                                product = (np.float32(own[i]) + middle * own_sums[i]) * own_scales[i] * scale
+                                to[i] = narrow(product + shift[i], element)
+                        else:
+                            for i in range(columns):
+                                product = (np.float32(own[i]) + middle * own_sums[i]) * own_scales[i] * scale
+                                to[i] = narrow(product, element)
         release_tiles()
 
     return Kernel(tiled_int8, set())

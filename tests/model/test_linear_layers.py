@@ -21,7 +21,6 @@ from kernels.cpu.few_rows import (
     FEW_ROWS_INT8,
     FEW_ROWS_INT8_BEFORE_TILES,
     TILED_ROWS_FLOAT,
-    TILED_ROWS_INT8,
     load_few_rows,
 )
 from kernels.cpu.linear import LinearLayers
@@ -30,7 +29,7 @@ DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Tolerance of a product, relative to the largest of its row."""
 SIZES = [(1, 1), (7, 5), (33, 17), (64, 64), (96, 100), (577, 576), (65, 1536)]
 """(N, K)."""
-SWITCHES = (FEW_ROWS_FLOAT, FEW_ROWS_INT8, FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_FLOAT, TILED_ROWS_INT8)
+SWITCHES = (FEW_ROWS_FLOAT, FEW_ROWS_INT8, FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_FLOAT)
 NUM_ROWS = sorted({0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 130, *SWITCHES, *(number + 1 for number in SWITCHES)})
 PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
 
@@ -126,14 +125,26 @@ def test_a_tiled_row_does_not_depend_on_its_neighbours(with_bias: bool) -> None:
     bias = random(200, dtype=torch.bfloat16, seed=2) if with_bias else None
     prepared = layers.prepare(random(200, 576, dtype=torch.bfloat16, seed=1), bias, "none")
     assert isinstance(prepared, linear.PackedWeights)
-    num_rows = max(1, prepared.max_rows)
-    x = random(num_rows, 576, dtype=torch.bfloat16)
+    x = random(TILED_ROWS_FLOAT, 576, dtype=torch.bfloat16)
     together = layers.multiply(x, prepared)
-    ways = [together] if num_rows == 1 else [layers.multiply(x[:n], prepared) for n in range(1, num_rows)]
-    if num_rows == TILED_ROWS_FLOAT:
+    ways = [layers.multiply(x[:n], prepared) for n in range(1, len(x))]
+    if prepared.max_rows == TILED_ROWS_FLOAT:
         assert all(torch.equal(way, together[: len(way)]) for way in ways)
     for way in ways:
         torch.testing.assert_close(way, together[: len(way)], atol=0.25, rtol=0.01)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_more_rows_than_stay_in_a_cache(quantization: Quantization) -> None:
+    """So wide that 32 of them are all."""
+    layers = LinearLayers(load_few_rows())
+    weight, x = random(70, 8192, dtype=torch.bfloat16, seed=1), random(105, 8192, dtype=torch.bfloat16)
+    together = layers.multiply(x, layers.prepare(weight, None, quantization))
+    plain = reference.Ops(torch.device("cpu"))
+    expected = plain.linear(x, plain.prepare_linear(weight, None, quantization))
+    if quantization == "int8":
+        assert torch.equal(together, expected)
+    torch.testing.assert_close(together.float(), expected.float(), atol=1.0, rtol=0.01)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
