@@ -1,4 +1,5 @@
-"""Attention of many query rows of one sequence, by torch's own fused attention on a copy of the context.
+"""Attention of many query rows of one sequence, by torch's own fused attention on a copy of the context, where the
+matrix unit (`tiled_chunks.py`) does not do it.
 
 Worth the copy from some dozens of rows on, since torch multiplies matrices there. The rows' own positions and those
 before them are two calls, so that only the first needs a causal mask, and are joined by the logarithms of their sums.

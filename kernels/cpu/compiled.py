@@ -35,20 +35,23 @@ ELEMENTS = {
 }
 """How kernels see each type: narrow floats as integers of their size."""
 CHUNK_ROWS = 32
-"""From so many query rows of a sequence on, torch's fused attention is used."""
+"""From so many query rows of a sequence on, they are a chunk: for the matrix unit, or torch's fused attention."""
 NO_WINDOW = 1 << 40
+TILE_ROWS = 16
 WIDEN = struct.Struct("7q")
 NORM, ADD_NORM, SILU_MUL = struct.Struct("8qf4x"), struct.Struct("5qf4x"), struct.Struct("4q")
 ROPE, ATTEND, MERGE = struct.Struct("15q"), struct.Struct("11qf4x3q"), struct.Struct("5q")
+ATTEND_CHUNK = struct.Struct("9qf4x3q")
 
 
 def load_tiled_attention() -> Any:
-    """The attention kernels for the matrix unit, for bfloat16 KV and for 8 bits; None where that is not to be had."""
+    """The attention kernels for the matrix unit, for bfloat16 KV, for 8 bits, and of many rows; None where that is not
+    to be had."""
     if load_tiles() is None:
         return None
-    from kernels.cpu import int8_attention, tiled_attention
+    from kernels.cpu import int8_attention, tiled_attention, tiled_chunks
 
-    return tiled_attention, int8_attention
+    return tiled_attention, int8_attention, tiled_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class AttentionPlan:
     items: attention.Items
     """Sequences with few rows: read in place."""
     chunks: tuple[Chunk, ...]
-    """Sequences with many: by torch."""
+    """Sequences with many."""
 
 
 class CompiledOps:
@@ -70,12 +73,13 @@ class CompiledOps:
         self.revision = revision()
         """See `threads.revision`."""
         self._widest_vector = widest_vector()
-        self._tiles = load_tiled_attention()
+        *self._tiles, self._chunks = load_tiled_attention() or (None,)
         threads = "torch's threads" if find_parallel() is not None else "one thread"
         LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
+        self._chunk_bytes = torch.empty(0, dtype=torch.uint8)
 
     def prepare(
         self,
@@ -98,6 +102,8 @@ class CompiledOps:
             self.kernel(elementwise.make_widen, dtype)
         self.attend_kernel(num_heads, num_kv_heads, head_dim, block_size, dtype, kept)
         self.kernel(attention.make_merge, dtype, head_dim)
+        if dtype == torch.bfloat16 and self._chunks is not None and self._chunks.fits(head_dim, block_size):
+            self.kernel(self._chunks.make_tiled_chunk, dtype, head_dim, num_heads // num_kv_heads, num_kv_heads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `kernels.Ops`; x is [T, H] or [T, heads, H]."""
@@ -190,8 +196,49 @@ class CompiledOps:
             self._attend_items(query, key_cache, value_cache, metadata, plan.items, scale, window, output)
         for chunk in plan.chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            if self._has_tiled_chunk(query, block_size=key_cache.shape[1]):
+                self._attend_tiled(query[rows], key_cache, value_cache, chunk, scale, window, output[rows])
+                continue
             output[rows] = attend_chunk(query[rows], key_cache, value_cache, chunk, scale, window, self._copy_context)
         return output
+
+    def _has_tiled_chunk(self, query: Tensor, block_size: int) -> bool:
+        """Whether the matrix unit attends over chunks of such a model."""
+        is_known = query.dtype == torch.bfloat16 and self._chunks is not None
+        return is_known and self._chunks.fits(query.shape[2], block_size)
+
+    def _attend_tiled(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        chunk: Chunk,
+        scale: float,
+        window: int | None,
+        output: Tensor,
+    ) -> None:
+        """As `chunks.attend_chunk`, into `output` [n, Hq, D]."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads, block_size, blocks = key_cache.shape[2], key_cache.shape[1], chunk.blocks.contiguous()
+        if key_cache.dtype == torch.int8:  # a copy, which is one block
+            key_cache = self._copy_context(key_cache, blocks, chunk.context_len, query.dtype)
+            value_cache = self._copy_context(value_cache, blocks, chunk.context_len, query.dtype)
+            blocks, block_size = torch.zeros(1, dtype=torch.int64), NO_WINDOW
+        assert query.stride(1) == head_dim and query.stride(2) == 1
+        num_threads, share = torch.get_num_threads(), self._chunks.scratch_bytes(head_dim)
+        num_bytes = num_threads * share + self._chunks.turned_bytes(num_kv_heads, head_dim, chunk.context_len)
+        if self._chunk_bytes.numel() < num_bytes:
+            self._chunk_bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        scratch = self._chunk_bytes.data_ptr()
+        ATTEND_CHUNK.pack_into(
+            self._arguments, 0,
+            query.data_ptr(), query.stride(0), num_rows, chunk.context_len - num_rows,
+            key_cache.data_ptr(), value_cache.data_ptr(), blocks.data_ptr(), block_size, output.data_ptr(),
+            scale, NO_WINDOW if window is None else window, scratch + num_threads * share, scratch,
+        )  # fmt: skip
+        group = num_heads // num_kv_heads
+        attend = self.kernel(self._chunks.make_tiled_chunk, query.dtype, head_dim, group, num_kv_heads)
+        attend(self._at, num_rows * chunk.context_len * head_dim)
 
     def _copy_context(self, cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The first `length` positions of blocks [m] int64, one after the other: [length, Hkv, D]."""
@@ -199,7 +246,8 @@ class CompiledOps:
             return cache[blocks].flatten(0, 1)[:length]
         _, block_size, num_kv_heads, width = cache.shape
         head_dim = width - SCALE_BYTES
-        output = torch.empty((length, num_kv_heads, head_dim), dtype=dtype)
+        padded = -(-length // TILE_ROWS) * TILE_ROWS  # kernels read whole tiles
+        output = torch.empty((padded, num_kv_heads, head_dim), dtype=dtype)[:length]
         blocks = blocks.contiguous()
         WIDEN.pack_into(
             self._arguments, 0,
@@ -256,7 +304,7 @@ class CompiledOps:
     ) -> Kernel:
         """What attends over contexts in place."""
         group = num_heads // num_kv_heads
-        if self._tiles is not None and dtype == torch.bfloat16:
+        if self._tiles and dtype == torch.bfloat16:
             whole, rounded = self._tiles
             if kept == torch.int8 and rounded.fits(num_kv_heads, group, head_dim, block_size):
                 return self.kernel(rounded.make_int8_attend, dtype, head_dim, group, num_kv_heads)
@@ -269,7 +317,7 @@ class CompiledOps:
     def scratch_floats(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """float32 elements that each thread of it needs."""
         needed = attention.scratch_floats(num_heads, head_dim)
-        if self._tiles is None:
+        if not self._tiles:
             return needed
         group = num_heads // num_kv_heads
         return max(needed, *(int(tiles.scratch_floats(num_kv_heads, group, head_dim)) for tiles in self._tiles))
