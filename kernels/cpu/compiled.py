@@ -73,7 +73,8 @@ class CompiledOps:
         self.revision = revision()
         """See `threads.revision`."""
         self._widest_vector = widest_vector()
-        *self._tiles, self._chunks = load_tiled_attention() or (None,)
+        tiled: tuple[Any, ...] = load_tiled_attention() or (None,)
+        self._tiles, self._chunks = tiled[:-1], tiled[-1]
         threads = "torch's threads" if find_parallel() is not None else "one thread"
         LOG.info("CPU kernels are compiled, for vectors of %d float32, on %s", self._widest_vector, threads)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
