@@ -39,8 +39,8 @@ IDLE_SEQUENCE_TOKENS = 512
 how many a sequence usually has."""
 SIZE_BOUNDS = tuple(2.0**power for power in range(16))
 """Of tokens and of sequences in a step."""
-AUDIT_PART = 0.01
-"""Most of the time that audits of the pool may take: each looks at every block there is."""
+AUDIT_PAUSE_S = 1e-4
+"""Between audits of the pool, for each of its blocks: a hundred times what an audit takes."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
 
@@ -121,7 +121,8 @@ class StepLoop:
 
     async def _idle(self) -> None:
         """Audits the pool when that is due, and waits for something to do."""
-        rest_s = self._next_audit_s - self._clock()
+        loop_time_s = asyncio.get_running_loop().time
+        rest_s = self._next_audit_s - loop_time_s()
         if rest_s > 0:
             try:
                 async with asyncio.timeout(rest_s):
@@ -130,10 +131,9 @@ class StepLoop:
                 pass
             else:
                 return
-        started_s = self._clock()
-        self._scheduler.holdings.check()
-        ended_s = self._clock()
-        self._next_audit_s = ended_s + (ended_s - started_s) / AUDIT_PART
+        holdings = self._scheduler.holdings
+        holdings.check()
+        self._next_audit_s = loop_time_s() + AUDIT_PAUSE_S * holdings.pool.num_total
         await self._wanted.wait()
 
     async def _step(self, plan: Plan) -> None:

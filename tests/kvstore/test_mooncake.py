@@ -146,9 +146,10 @@ def test_scattered_blocks_of_another_process(lasting_owner: Owner, opened: Any, 
 @pytest.mark.parametrize("when", ["between reads", "while it is read"])
 def test_a_killed_owner_is_noticed_within_a_second(when: str, owner: Owner, opened: Any, memory: BlockMemory) -> None:
     reader = opened.connect(owner.offer, LAYOUT, "nonce")
-    blocks = list(range(NUM_BLOCKS))
+    blocks, before_s = list(range(NUM_BLOCKS)), time.monotonic()
+    reader.receive(Frame(tuple(blocks)), memory, blocks)
+    usual_s = time.monotonic() - before_s
     if when == "between reads":
-        reader.receive(Frame(tuple(blocks)), memory, blocks)
         owner.send(signal.SIGKILL)
         killed_s = time.monotonic()
     else:
@@ -159,7 +160,8 @@ def test_a_killed_owner_is_noticed_within_a_second(when: str, owner: Owner, open
             before_s = time.monotonic()
             reader.receive(Frame(tuple(blocks)), memory, blocks)
     noticed_s = time.monotonic()
-    assert noticed_s - (killed_s if when == "between reads" else before_s) < 1
+    # And what a read takes while others compute on the same cores.
+    assert noticed_s - (killed_s if when == "between reads" else before_s) < 1 + 2 * usual_s
 
 
 @needs_mooncake
