@@ -24,6 +24,7 @@ from kernels.cpu.chunks import attend_chunk
 from kernels.cpu.few_rows import load_tiles
 from kernels.cpu.simd import widest_vector
 from kernels.cpu.threads import Kernel, find_parallel, revision
+from kernels.cpu.tiles import TILE
 from kernels.reference import Chunk
 
 LOG = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ ELEMENTS = {
 CHUNK_ROWS = 32
 """From so many query rows of a sequence on, they are a chunk: for the matrix unit, or torch's fused attention."""
 NO_WINDOW = 1 << 40
-TILE_ROWS = 16
 WIDEN = struct.Struct("7q")
 NORM, ADD_NORM, SILU_MUL = struct.Struct("8qf4x"), struct.Struct("5qf4x"), struct.Struct("4q")
 ROPE, ATTEND, MERGE = struct.Struct("15q"), struct.Struct("11qf4x3q"), struct.Struct("5q")
@@ -247,7 +247,7 @@ class CompiledOps:
             return cache[blocks].flatten(0, 1)[:length]
         _, block_size, num_kv_heads, width = cache.shape
         head_dim = width - SCALE_BYTES
-        padded = -(-length // TILE_ROWS) * TILE_ROWS  # kernels read whole tiles
+        padded = -(-length // TILE) * TILE  # kernels read whole tiles
         output = torch.empty((padded, num_kv_heads, head_dim), dtype=dtype)[:length]
         blocks = blocks.contiguous()
         WIDEN.pack_into(
