@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from engine.batch import Batch
-from engine.step_loop import StepLoop
+from engine.step_loop import StepLoop, StepTime
 from engine.step_time import load_of
 from engine.work import Work
 from kvstore.blocks import BlockPool
@@ -72,7 +72,7 @@ class Profiler:
         measures: Measures | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`measures` is None for the tracer: its steps have times and tokens alone."""
+        """`measures` is None for the tracer: its steps have times and tokens alone. `clock` is the step loop's."""
         self._step_loop = step_loop
         self._pool = pool
         self._layout = layout
@@ -104,11 +104,10 @@ class Profiler:
     ) -> None:
         is_full = asyncio.Event()
 
-        def record(batch: Batch, duration_ms: float) -> None:
-            ended_ms = 1000 * (self._clock() - began_s)
-            if is_full.is_set() or ended_ms < duration_ms:  # it had begun before
+        def record(batch: Batch, step_time: StepTime) -> None:
+            if is_full.is_set() or step_time.began_s < began_s:  # it had begun before
                 return
-            response.steps.append(self._step(batch, duration_ms, ended_ms))
+            response.steps.append(self._step(batch, step_time, began_s))
             if len(response.steps) == num_steps:
                 is_full.set()
 
@@ -120,11 +119,11 @@ class Profiler:
         finally:
             self._step_loop.recorders.remove(record)
 
-    def _step(self, batch: Batch, duration_ms: float, ended_ms: float) -> worker_pb2.ProfiledStep:
+    def _step(self, batch: Batch, step_time: StepTime, profile_began_s: float) -> worker_pb2.ProfiledStep:
         work = Work() if self._measures is None else self._measures.work(batch)
         return worker_pb2.ProfiledStep(
-            began_ms=ended_ms - duration_ms,
-            duration_ms=duration_ms,
+            began_ms=1000 * (step_time.began_s - profile_began_s),
+            duration_ms=step_time.duration_ms,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_prompt_tokens=load_of(batch).num_prompt_tokens,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.batch import Answer, Batch, Runner
 from engine.planning import Plan, build_batch, take_drafts
@@ -43,6 +43,19 @@ AUDIT_PAUSE_S = 1e-4
 """Between audits of the pool, for each of its blocks: a hundred times what an audit takes."""
 MEMORY_RETRY_S = 30.0
 """How long after memory was refused it is asked for again."""
+
+
+class StepTime(NamedTuple):
+    """When a step was computed, by the loop's clock, as the thread that computed it saw it: the loop may hear of it
+    much later."""
+
+    began_s: float
+    ended_s: float
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it took."""
+        return 1000 * (self.ended_s - self.began_s)
 
 
 class StepObserver(Protocol):
@@ -88,8 +101,8 @@ class StepLoop:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self.num_steps = 0
         """Steps committed so far."""
-        self.recorders: list[Callable[[Batch, float], None]] = []
-        """Are called with each step that ran and its milliseconds; mostly there are none."""
+        self.recorders: list[Callable[[Batch, StepTime], None]] = []
+        """Are called with each step that ran and when; mostly there are none."""
         self._durations_s, self._sizes = Histogram(TIME_BOUNDS_S), Histogram(SIZE_BOUNDS)
         self._batch_sizes = Histogram(SIZE_BOUNDS)
         self._num_swapped_blocks: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
@@ -146,7 +159,7 @@ class StepLoop:
         self.step_clock.begin(plan.num_tokens)
         try:
             running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, batch)
-            samples, duration_ms = await running
+            samples, step_time = await running
         except Exception as error:
             self.step_clock.end()
             LOG.exception("a step of %d sequences, %d tokens, failed", len(plan.slices), plan.num_tokens)
@@ -160,22 +173,23 @@ class StepLoop:
             return
         self.step_clock.end()
         self.num_steps += 1
+        duration_ms = step_time.duration_ms
         self._durations_s.observe(duration_ms / 1000)
         self._sizes.observe(plan.num_tokens)
         self._batch_sizes.observe(len(plan.slices))
         num_rows = len(plan.slices) - num_prompts
         self.prompt_times.observe(num_prompt_tokens, num_rows, duration_ms / 1000)
         for record in self.recorders:
-            record(batch, duration_ms)
+            record(batch, step_time)
         take_drafts(plan, batch, duration_ms / 1000)
         if self._scheduler.step_times is not None:
             self._scheduler.step_times.observe(load_of(batch), duration_ms)
         self._observer.committed(plan, self._scheduler.commit(plan, samples, self._clock()))
 
-    def _run(self, batch: Batch) -> tuple[list[Sample], float]:
-        started_s = self._clock()
+    def _run(self, batch: Batch) -> tuple[list[Sample], StepTime]:
+        began_s = self._clock()
         samples = self.runner.run(batch)
-        return samples, 1000 * (self._clock() - started_s)
+        return samples, StepTime(began_s, self._clock())
 
     async def _swap(self) -> bool:
         """Makes the copies of KV that the plan has ordered; answers whether there were any."""

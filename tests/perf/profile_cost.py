@@ -17,6 +17,7 @@ from model_steps import make_batch
 from engine.batch import Batch
 from engine.model_runner import model_spec
 from engine.profiling import Profiler
+from engine.step_loop import StepTime
 from engine.work import Work, step_work
 from kvstore.blocks import BlockPool
 from runtime.checkpoint import open_checkpoint
@@ -38,12 +39,12 @@ def least_us(call: Callable[[], object]) -> float:
 def main() -> None:
     """Prints the figures."""
     spec = model_spec(open_checkpoint("smollm2"))
-    recorders: list[Callable[[Batch, float], None]] = []
-    batch = make_batch([(1, 128)])
+    recorders: list[Callable[[Batch, StepTime], None]] = []
+    batch, step_time = make_batch([(1, 128)]), StepTime(1.0, 1.001)
 
     def look() -> None:
         for record in recorders:
-            record(batch, 1.0)
+            record(batch, step_time)
 
     print(f"{'nobody profiles':<20}{least_us(look) - least_us(lambda: None):>8.2f} us")
     measures = SimpleNamespace(work=lambda each: step_work(spec.decoder, each, 4, 4))
@@ -52,7 +53,7 @@ def main() -> None:
     assert isinstance(measures.work(batch), Work)
     for name, sequences in (("1 x 128", [(1, 128)]), ("32 x 512", [(1, 512)] * 32), ("chunk 512", [(512, 512)])):
         step = make_batch(sequences)
-        print(f"{name:<20}{least_us(lambda step=step: profiler._step(step, 1.0, 2.0)):>8.2f} us")  # type: ignore[misc]
+        print(f"{name:<20}{least_us(lambda step=step: profiler._step(step, step_time, 0.5)):>8.2f} us")  # type: ignore[misc]
 
 
 if __name__ == "__main__":
