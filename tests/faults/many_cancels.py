@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 import grpc.aio
 from cluster import Cluster, cluster, request_of
 
+from engine.sequence import State
+
 NUM_AT_ONCE = 12
 NUM_TOKENS = 400
+LONGEST_PATIENCE_S = 10.0
 LIMIT_S = 1.0
 """How long after the last of them workers may hold anything; two chunks of the tracer take far less."""
 
@@ -59,14 +62,22 @@ async def cancel_many(num_cancels: int, seed: int) -> Cancels:
 
 async def _ask_and_leave(c: Cluster, draws: random.Random, cancels: Cancels) -> None:
     request_id = draws.randbytes(8).hex()
-    prompt = [*draws.randbytes(8), *(i % 251 for i in range(draws.choice((1, 40, 300, 2500))))]
+    # In the midst of prefill patience ends by chance on an idle machine alone; so some wait for that.
+    leaves_in_prefill = draws.random() < 0.1
+    lengths = (2500,) if leaves_in_prefill else (1, 40, 300, 2500)
+    prompt = [*draws.randbytes(8), *(i % 251 for i in range(draws.choice(lengths)))]
     num_tokens_seen = draws.choice((None, None, None, 0, 1, 3, 30))
-    patience_s = 0.0005 * 2 ** draws.uniform(0, 10) if num_tokens_seen is None else 10.0
+    patience_s = 0.0005 * 2 ** draws.uniform(0, 10) if num_tokens_seen is None else LONGEST_PATIENCE_S
     call = c.stub.Generate(request_of(NUM_TOKENS, prompt, request_id=request_id))
     is_finished = False
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience_s):
-            is_finished = await _read(aiter(call), num_tokens_seen)
+        if leaves_in_prefill:
+            async with asyncio.timeout(LONGEST_PATIENCE_S):
+                while not _phase(c, request_id).startswith(State.PREFILLING.value):  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(0.001)
+        else:
+            async with asyncio.timeout(patience_s):
+                is_finished = await _read(aiter(call), num_tokens_seen)
     if is_finished:
         cancels.num_finished += 1
     else:
