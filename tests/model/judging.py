@@ -21,6 +21,7 @@ import torch
 from model_driver import Driver, load_runner
 
 from engine.batch import Batch
+from runtime.huge_pages import MALLOC_SETTING
 
 ROOT = Path(__file__).resolve().parents[2]
 ORACLE_PYTHON = ROOT / ".venv-oracle" / "bin" / "python"
@@ -39,8 +40,14 @@ class Oracle:
         self._process = subprocess.Popen(
             [str(ORACLE_PYTHON), "-I", str(Path(__file__).with_name("oracle.py"))],
             cwd=folder,
-            # Threads that spin while they wait would halve its speed on a machine that does something else as well.
-            env={"HF_HUB_OFFLINE": "1", "HOME": str(folder), "PATH": os.environ["PATH"], "OMP_WAIT_POLICY": "passive"},
+            env={
+                "HF_HUB_OFFLINE": "1",
+                "HOME": str(folder),
+                "PATH": os.environ["PATH"],
+                # Threads that spin while they wait would halve its speed on a machine that does something else as well.
+                "OMP_WAIT_POLICY": "passive",
+                **dict([MALLOC_SETTING]),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),
@@ -120,6 +127,14 @@ def judge(oracle: Oracle, model: Path, answers: Sequence[Answered], num_generate
     ]
     generated = [{"prompt": each.prompt, "num_tokens": NUM_NEW_TOKENS} for each in answers[:num_generated]]
     said = oracle.ask({"model": str(model), "judged": judged, "generated": generated})
+    differences = [
+        np.abs(said[f"logits_{index}"] - each.logits).max(axis=1)
+        for index, each in enumerate(answers)
+        if each.logits is not None
+    ]
+    assert all((rows < LOGIT_TOLERANCE).all() for rows in differences), (
+        f"logits differ, by answer and position, by {[rows.tolist() for rows in differences]}"
+    )
     near_ties = [_compare(said, index, each) for index, each in enumerate(answers)]
     for index in range(num_generated):
         if not near_ties[index]:
@@ -129,9 +144,6 @@ def judge(oracle: Oracle, model: Path, answers: Sequence[Answered], num_generate
 
 def _compare(said: Any, index: int, mine: Answered) -> int:
     """Checks one judged answer; the number of near-ties at which the choices differ."""
-    if mine.logits is not None:
-        difference = np.abs(said[f"logits_{index}"] - mine.logits).max()
-        assert difference < LOGIT_TOLERANCE, f"prompt {index}: logits differ by {difference}"
     choices, margins = said[f"choices_{index}"], said[f"margins_{index}"]
     assert len(choices) == len(mine.output) == NUM_NEW_TOKENS
     differing = np.flatnonzero(choices != np.array(mine.output))
