@@ -34,11 +34,11 @@ MEASURED: pytest.StashKey[list[str]] = pytest.StashKey()
 IS_NICE: pytest.StashKey[bool] = pytest.StashKey()
 
 # A process that gives way to another says nothing of how long an example takes.
-# Where a test does not say how many examples it wants, 40: `make soak` plays others, as many as there is time for.
+# Where a test does not say how many examples it wants, 25: `make soak` plays others, as many as there is time for.
 settings.register_profile(
     "beside others",
     settings.default,
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

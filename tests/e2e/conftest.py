@@ -42,16 +42,16 @@ def system(tmp_path_factory: pytest.TempPathFactory, measured: Callable[[str], N
 
 @pytest.fixture(scope="session")
 def greedy_requests() -> list[Asked]:
-    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 4 to 6 new ones, every fourth time 24."""
+    """As many as there are concurrent streams: prompts of 5 to 300 tokens, 4 to 6 new ones, every eighth time 24."""
     found = prompts(varied_lengths(NUM_STREAMS, 300, seed=1), seed=2)
-    return [Asked(prompt, max_tokens=4 + index % 4 if index % 4 < 3 else 24) for index, prompt in enumerate(found)]
+    return [Asked(prompt, max_tokens=24 if index % 8 == 7 else 4 + index % 3) for index, prompt in enumerate(found)]
 
 
 @pytest.fixture(scope="session")
 def sampled_requests() -> list[Asked]:
     """Seeded sampling, temperature 0.8 and top_p 0.95."""
     found = prompts(varied_lengths(NUM_SAMPLED, 300, seed=3), seed=4)
-    return [Asked(prompt, max_tokens=16, seed=1000 + index) for index, prompt in enumerate(found)]
+    return [Asked(prompt, max_tokens=10, seed=1000 + index) for index, prompt in enumerate(found)]
 
 
 @pytest.fixture(scope="session")

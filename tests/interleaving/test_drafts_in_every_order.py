@@ -7,6 +7,7 @@ script says. One wrong token, block or position would change the answers.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,10 @@ def test_in_every_order_a_request_with_drafts_is_answered(drafts: Counter[str]) 
     assert 0 < drafts["accepted"] < drafts["drafts"]
 
 
-def test_whatever_fails_the_answer_with_drafts_is_right_and_nothing_is_held(drafts: Counter[str]) -> None:
+def test_whatever_fails_the_answer_with_drafts_is_right_and_nothing_is_held(drafts: Counter[str], deep: bool) -> None:
     setting = Setting("drafts", [Ask(num_tokens=6)], Size(num_prefill=1, num_decode=1, has_probes=False))
-    num_by_attempts = Counter(setting.play(fault).run().num_attempts for fault in single_faults(setting))
+    faults = islice(single_faults(setting), None, None, 1 if deep else 2)  # all are played without drafts
+    num_by_attempts = Counter(setting.play(fault).run().num_attempts for fault in faults)
     print(f"\n{sum(num_by_attempts.values())} runs, by attempts: {dict(num_by_attempts)}, {dict(drafts)}")
     assert num_by_attempts[2] > 10, "the faults have become too mild"
     assert 0 < drafts["accepted"] < drafts["drafts"]

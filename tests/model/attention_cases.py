@@ -106,8 +106,8 @@ def make_case(
     return Case(query, keys, values, described)
 
 
-SHAPES = [(9, 3, 64, torch.float32), (2, 2, 80, torch.float32), (8, 1, 96, torch.float32), (6, 2, 128, torch.float32)]
-SHAPES += [(9, 3, 64, torch.bfloat16), (8, 1, 96, torch.bfloat16), (9, 3, 64, torch.float16), (2, 2, 80, torch.float16)]
+SHAPES = [(9, 3, 64, torch.float32), (2, 2, 80, torch.float32), (8, 1, 96, torch.float32), (9, 3, 64, torch.float16)]
+SHAPES += [(9, 3, 64, torch.bfloat16), (8, 1, 96, torch.bfloat16)]
 # More heads than a tile has columns, more elements than registers hold, as many query heads as fit, and one too many.
 SHAPES += [(32, 8, 64, torch.bfloat16), (6, 2, 128, torch.bfloat16), (16, 1, 32, torch.bfloat16)]
 SHAPES += [(17, 1, 32, torch.bfloat16), (2, 2, 80, torch.bfloat16)]

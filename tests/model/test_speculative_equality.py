@@ -124,7 +124,7 @@ def test_a_tiny_model_says_the_same_whatever_is_asked_for(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_packaged_model_says_the_same(small: Model, sampling: SamplingParams) -> None:
-    check(small, with_length(sampling), (1, 4, 8))
+    check(small, with_length(sampling, max_tokens=32), (8,))
 
 
 @pytest.mark.parametrize("name", ["ngram", "knowing"])

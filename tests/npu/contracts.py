@@ -6,6 +6,7 @@ that a device refuses (it tries others) must not hide a wrong call.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -83,7 +84,12 @@ def require_compressed_mask(mask: Tensor | None) -> None:
     require_shape("atten_mask", mask, MASK_SIZE, MASK_SIZE)
     require_contiguous(atten_mask=mask)
     wrong = "atten_mask must be 1 above the diagonal, where keys are hidden, and 0 elsewhere"
-    require(bool((mask == torch.ones_like(mask).triu(1)).all()), wrong)
+    require(torch.equal(mask, _compressed_mask(mask.dtype)), wrong)
+
+
+@functools.cache
+def _compressed_mask(dtype: torch.dtype) -> Tensor:
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=dtype).triu(1)
 
 
 def require_query_ends(ends: Sequence[int] | None, num_rows: int) -> list[int]:
