@@ -10,6 +10,9 @@ SCENARIO ?= throughput
 BENCH_ARGS ?=
 MINUTES ?= 10
 
+# Tests and services start processes by the hundred, each of which would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup oracle tools demo serve test lint k8s-check alerts-check protos bench soak
 
@@ -36,7 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 # What tests compare with lives apart, because it brings a package whose name is also a folder here.
 $(ORACLE)/.installed: tests/model/oracle-requirements.txt
 	test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
-	$(ORACLE)/bin/python -m pip install --quiet -r $<
+	$(ORACLE)/bin/python -m pip install --quiet --no-compile -r $<
 	touch $@
 
 setup: $(VENV)/.installed
