@@ -56,9 +56,11 @@ oracle: $(ORACLE)/.installed
 tools:
 	@tests/tools/debian.sh $(TOOLS)
 
-# All tests run in four processes, as tests/conftest.py divides them; what is asked for by name runs in one. Their memory
-# is in huge pages, as that of workers is: with small ones a step of the real model takes three times as long.
+# All tests run in four processes, as tests/conftest.py divides them; what is asked for by name runs in one. They
+# get what workers get (baton/topology.py): with small pages a step of the real model takes three times as long, and
+# threads that spin for each other take the cores from other tests.
 test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+test: export GOMP_SPINCOUNT := 3000
 test: export LD_LIBRARY_PATH := $(CURDIR)/$(TOOLS)/lib$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 test: setup oracle tools
 ifeq ($(PYTEST_ARGS),)
