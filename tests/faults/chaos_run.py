@@ -234,11 +234,15 @@ class ChaosRun:
     async def _all_serve(self, pool: str) -> None:
         """Waits until every router sees both workers of a pool serve, as the processes that they are now."""
         names = {f"{pool}-{index}" for index in (0, 1)}
-        async with asyncio.timeout(RETURN_LIMIT_S):
-            for router in self._routers:
-                # A router says what it sees when it is asked, and only then.
-                while not names <= await _serving(router):  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_AGAIN_S)
+        try:
+            async with asyncio.timeout(RETURN_LIMIT_S):
+                for router in self._routers:
+                    # A router says what it sees when it is asked, and only then.
+                    while not names <= await _serving(router):  # noqa: ASYNC110
+                        await asyncio.sleep(LOOK_AGAIN_S)
+        except TimeoutError as error:
+            seen = [await router.workers() for router in self._routers]
+            raise AssertionError(f"{names} do not serve after {RETURN_LIMIT_S} s; routers see {seen}") from error
 
     # Misfortune
 
@@ -303,9 +307,12 @@ class ChaosRun:
         pid = self._pids[name]
         self._expected_deaths.add(pid)
         os.kill(pid, how)
-        async with asyncio.timeout(RETURN_LIMIT_S):
-            while self._pids[name] == pid:
-                await self._started.wait()
+        try:
+            async with asyncio.timeout(RETURN_LIMIT_S):
+                while self._pids[name] == pid:
+                    await self._started.wait()
+        except TimeoutError as error:
+            raise AssertionError(f"{name} is not back {RETURN_LIMIT_S} s after {how.name}") from error
 
     async def _roll(self) -> None:
         """Every process ends in order and comes back: one after another of each kind, the kinds side by side."""
