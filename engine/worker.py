@@ -52,7 +52,7 @@ from runtime.doors import open_cluster
 from runtime.errors import BatonError, ConfigError
 from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, format_address, wait_for_shutdown_signal
-from runtime.status import StatusReporter
+from runtime.status import END_GRACE_S, StatusReporter, end_by_force
 
 LOG = logging.getLogger(__name__)
 REGISTRATION_TTL_S = 10.0
@@ -97,7 +97,7 @@ def run_worker(config: WorkerConfig, role: str, make_role: Callable[[WorkerParts
         cpus = config.cpu_set()
         if cpus is not None:
             _pin(cpus)
-        worker = Worker(config, role, worker_id, status, make_role)
+        worker = Worker(config, role, worker_id, status, make_role, end_by_force)
         code = asyncio.run(worker.run())
     except BatonError as error:
         status.failed(error.message)
@@ -122,8 +122,11 @@ class Worker:
         worker_id: str,
         status: StatusReporter,
         make_role: Callable[[WorkerParts], RoleService],
+        on_told: Callable[[float], None] = lambda limit_s: None,
     ) -> None:
+        """`on_told` is called when it has been told to end, with the seconds that this may take."""
         self._config = config
+        self._on_told = on_told
         self._role_name = role
         self._worker_id = worker_id
         self._status = status
@@ -261,6 +264,7 @@ class Worker:
                 self._status.goes_on_as(self.next_command_line)
                 LOG.info("drained, going on as %s", ROLES_BY_NUMBER[next_role.result()])
                 return 0
+            self._on_told(self._config.drain_timeout_s + END_GRACE_S)
             num_evicted = await running.service.drain(self._config.drain_timeout_s)
             LOG.info("drained, %d attempts given back", num_evicted)
             return 0

@@ -38,7 +38,7 @@ from runtime.gen_ai import GenAi
 from runtime.grpc_loop import GrpcLoop
 from runtime.http_door import metrics_door, showing
 from runtime.rpc import Server, end_process, format_address, wait_for_shutdown_signal
-from runtime.status import StatusReporter
+from runtime.status import END_GRACE_S, StatusReporter, end_by_force
 from runtime.tls import TlsFiles
 
 LOG = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ async def _run(config: RouterConfig, router_id: str, model: TextModel, status: S
             await _cancel(told)
         if watching.done():
             watching.result()
+        end_by_force(config.drain_timeout_s + END_GRACE_S)
         status.draining()
         service.is_draining = True
         running.server.set_serving(SERVICE, False)

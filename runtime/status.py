@@ -9,7 +9,11 @@ SIGTERM. A plain pipe or file will do for reports alone. Reports: {"state": "loa
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
+import io
 import json
+import logging
 import os
 import signal
 import stat
@@ -20,9 +24,12 @@ from typing import Literal
 
 from runtime.errors import ConfigError
 
+LOG = logging.getLogger(__name__)
 State = Literal["starting", "loading", "listening", "ready", "draining", "failed"]
 ORPHAN_GRACE_S = 15.0
 """How long an orphan may take to end in good order."""
+END_GRACE_S = 15.0
+"""How long a process that was told to end may take beyond its drain time."""
 STATES: tuple[State, ...] = ("starting", "loading", "listening", "ready", "draining", "failed")
 
 
@@ -50,6 +57,24 @@ def end_orphan() -> None:
     force.daemon = True
     force.start()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_by_force(limit_s: float) -> None:
+    """Ends this process after `limit_s`, should it still be there, and says what it was waiting for: nothing that goes
+    wrong while it ends may keep it for ever. Call it in the event loop, once the process has been told to end."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        stacks = io.StringIO()
+        for task in asyncio.all_tasks(loop):
+            task.print_stack(file=stacks)
+        LOG.critical("not ended within %g s, so by force; it waited here:\n%s", limit_s, stacks.getvalue())
+        faulthandler.dump_traceback()  # of threads
+        os._exit(1)
+
+    force = threading.Timer(limit_s, end)
+    force.daemon = True
+    force.start()
 
 
 class StatusReporter:

@@ -163,3 +163,23 @@ async def test_the_first_signal_is_returned_and_handlers_are_restored() -> None:
     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(waiting, 5) is signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_that_does_not_end_is_ended_and_says_what_it_waits_for() -> None:
+    code = """
+import asyncio
+from runtime.status import end_by_force
+
+async def waits_for_ever():
+    await asyncio.Event().wait()
+
+async def main():
+    end_by_force(0.2)
+    await asyncio.create_task(waits_for_ever())
+
+asyncio.run(main())
+"""
+    run = [sys.executable, "-P", "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert "not ended within 0.2 s" in ended.stderr and "in waits_for_ever" in ended.stderr
