@@ -256,6 +256,7 @@ class Worker:
                 LOG.critical("the step loop ended: %s", text)
                 self._status.failed(text)
                 return FAILED_EXIT_CODE
+            self._on_told(self._config.drain_timeout_s + END_GRACE_S)  # an end in another role as well
             self._status.draining()
             for name in running.service_names:
                 running.server.set_serving(name, False)
@@ -264,7 +265,6 @@ class Worker:
                 self._status.goes_on_as(self.next_command_line)
                 LOG.info("drained, going on as %s", ROLES_BY_NUMBER[next_role.result()])
                 return 0
-            self._on_told(self._config.drain_timeout_s + END_GRACE_S)
             num_evicted = await running.service.drain(self._config.drain_timeout_s)
             LOG.info("drained, %d attempts given back", num_evicted)
             return 0

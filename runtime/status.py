@@ -28,8 +28,8 @@ LOG = logging.getLogger(__name__)
 State = Literal["starting", "loading", "listening", "ready", "draining", "failed"]
 ORPHAN_GRACE_S = 15.0
 """How long an orphan may take to end in good order."""
-END_GRACE_S = 15.0
-"""How long a process that was told to end may take beyond its drain time."""
+END_GRACE_S = 8.0
+"""How long a process that was told to end may take beyond its drain time; less than pods get, or nobody would hear."""
 STATES: tuple[State, ...] = ("starting", "loading", "listening", "ready", "draining", "failed")
 
 

@@ -73,8 +73,7 @@ async def _ask_and_leave(c: Cluster, draws: random.Random, cancels: Cancels) -> 
     with contextlib.suppress(TimeoutError):
         if leaves_in_prefill:
             async with asyncio.timeout(LONGEST_PATIENCE_S):
-                while not _phase(c, request_id).startswith(State.PREFILLING.value):  # noqa: ASYNC110 - nothing tells
-                    await asyncio.sleep(0.001)
+                await _in_prefill(c, request_id)
         else:
             async with asyncio.timeout(patience_s):
                 is_finished = await _read(aiter(call), num_tokens_seen)
@@ -83,6 +82,23 @@ async def _ask_and_leave(c: Cluster, draws: random.Random, cancels: Cancels) -> 
     else:
         cancels.phases[_phase(c, request_id)] += 1
         call.cancel()
+
+
+async def _in_prefill(c: Cluster, request_id: str) -> None:
+    """Returns after a step in whose midst a prompt's computation is."""
+    seen = asyncio.Event()
+
+    def look(*_: object) -> None:
+        if _phase(c, request_id).startswith(State.PREFILLING.value):
+            seen.set()
+
+    for worker in c.prefills:
+        worker.step_loop.recorders.append(look)
+    try:
+        await seen.wait()
+    finally:
+        for worker in c.prefills:
+            worker.step_loop.recorders.remove(look)
 
 
 async def _read(messages: AsyncIterator[object], num_tokens: int | None) -> bool:
