@@ -32,6 +32,12 @@ SIZES = [(1, 1), (7, 5), (33, 17), (64, 64), (96, 100), (577, 576), (65, 1536)]
 SWITCHES = (FEW_ROWS_FLOAT, FEW_ROWS_INT8, FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_FLOAT)
 NUM_ROWS = sorted({0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 130, *SWITCHES, *(number + 1 for number in SWITCHES)})
 PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
+M_MMAP_THRESHOLD = -3
+"""Of mallopt: larger pieces of memory are mapped one by one."""
+needs_packed_bfloat16 = pytest.mark.skipif(
+    not (linear.can_pack(torch.bfloat16) and linear.can_pack_int8()),
+    reason="this CPU has no products of bfloat16 or 8-bit numbers, whose weights are left in order",
+)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -118,6 +124,7 @@ def test_int8_row_does_not_depend_on_its_neighbours(layers: LinearLayers) -> Non
         assert torch.equal(layers.multiply(x[:num_rows], prepared), together[:num_rows])
 
 
+@needs_packed_bfloat16
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_tiled_row_does_not_depend_on_its_neighbours(with_bias: bool) -> None:
     """Where a matrix unit takes all these rows; elsewhere few and many rows may differ in the last bits."""
@@ -189,6 +196,7 @@ def test_plain_torch_serves_where_nothing_else_can(layers: LinearLayers, monkeyp
     assert isinstance(layers.prepare(weight, None, "int8"), reference.Int8Weights)
 
 
+@needs_packed_bfloat16
 def test_other_orders_of_packed_weights_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiled kernels would misread is left to oneDNN."""
     few_rows = load_few_rows()
@@ -213,6 +221,17 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture
+def mapped_tensors() -> Iterator[None]:
+    """Memory of each large tensor goes back to the system at once. What others have freed before would be used again
+    otherwise, where the allocator has not given it back."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+    yield
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+
+
+@pytest.mark.usefixtures("mapped_tensors")
 @pytest.mark.parametrize(
     ("dtype", "quantization", "most"),
     [(torch.float32, "none", 1.15), (torch.bfloat16, "none", 1.15), (torch.float32, "int8", 0.4)],
