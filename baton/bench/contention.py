@@ -133,24 +133,35 @@ def _most_recomputed(phase: Phase) -> int:
 
 
 async def _overload(run: Run) -> list[Row]:
-    """Capacity, three times as much for a while, and capacity again."""
+    """Capacity, three times as much for a while, and capacity again from the moment when that is over."""
     sizes = run.sizes
     concurrency, duration_s = known(sizes.max_concurrency), known(sizes.duration_s)
     ttft_ms = read_slo(run.config.slo).ttft
     max_wait_s = MAX_QUEUE_WAIT_S if ttft_ms is None else ttft_ms / 2000
     async with run.service(max_num_seqs=concurrency, max_queue_wait_s=max_wait_s) as service:
+        one = partial(service.asks.one, known(sizes.prompt_tokens), known(sizes.output_tokens))
+
+        async def full(phase: Phase, label: str) -> Window:
+            """Every seat is taken, from `delay_s` on for a third as long as the overload."""
+            began_s, stop = time.monotonic() + known(sizes.delay_s), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(phase.load.keep(label, one, concurrency, stop))
+                await asyncio.sleep(known(sizes.delay_s) + duration_s / 3)
+                stop.set()
+                ended_s = time.monotonic()
+            return began_s, ended_s
+
         async with service.phase("at 1x") as before:
-            await before.load.closed("closed", service.draw(), concurrency)
-        at_1x = before.row("at-1x")
-        rate = max(OVERLOAD_FACTOR * at_1x.requests / at_1x.duration_s, 1 / duration_s)
+            window = await full(before, "full")
+        at_1x = before.row("at-1x", "full", window)
+        rate = max(OVERLOAD_FACTOR * at_1x.output_tok_s / known(sizes.output_tokens), 1 / duration_s)
         times = arrival_times(rate, known(sizes.burstiness), run.config.seed)
         arrivals_s = list(itertools.takewhile(lambda due_s: due_s < duration_s, times))
-        one = partial(service.asks.one, known(sizes.prompt_tokens), known(sizes.output_tokens))
-        async with service.phase("at 3x") as above:
-            await above.load.open("open", [one() for _ in arrivals_s], arrivals_s)
-        async with service.phase("after") as after:
-            await after.load.closed("closed", service.draw(), concurrency)
-    outcomes = above.load.all_outcomes()
+        async with service.phase("at 3x") as above, asyncio.TaskGroup() as tasks:
+            tasks.create_task(above.load.open("open", [one() for _ in arrivals_s], arrivals_s))
+            await asyncio.sleep(duration_s)
+            window = await full(above, "after")
+    outcomes = above.load.outcomes.get("open", [])
     offered: dict[str, float] = {"offered_rps": rate, "offered_requests": len(arrivals_s)}
     accepted = [outcome for outcome in outcomes if not outcome.is_refused]
     refused = [outcome for outcome in outcomes if outcome.is_refused]
@@ -158,7 +169,7 @@ async def _overload(run: Run) -> list[Row]:
         at_1x,
         above.row_of("at-3x-accepted", accepted, figures=offered),
         above.row_of("refused", refused),
-        after.row("after"),
+        above.row("after", "after", window),
     ]
 
 
@@ -202,11 +213,10 @@ CONTENTION = (
         "overload",
         "what three times the capacity does to those who get in, and how fast the others are told",
         Sizes(
-            num_requests=32,
             max_concurrency=16,
             burstiness=1.0,
+            delay_s=5.0,
             duration_s=60.0,
-            dataset="random",
             prompt_tokens=128,
             output_tokens=64,
         ),

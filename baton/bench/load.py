@@ -41,6 +41,8 @@ class Outcome:
     """What went wrong."""
     is_refused: bool = False
     """The service had no room for it and said so."""
+    retry_after_s: float = 0.0
+    """When to come again, as it said."""
     is_lost: bool = False
     """The service did not know the session any more and said so."""
     token_ids: tuple[int, ...] = ()
@@ -97,13 +99,16 @@ class Load:
                 tasks.create_task(work())
 
     async def keep(self, label: str, make: Callable[[], Ask], concurrency: int, stop: asyncio.Event) -> None:
-        """Streams that are kept running until `stop` is set. One that fails is not begun again: a service that answers
-        nothing must not be asked in a tight loop."""
+        """Streams that are kept running until `stop` is set. One that is refused comes again when it was told to. One
+        that fails is not begun again: a service that answers nothing must not be asked in a tight loop."""
 
         async def work() -> None:
             while not stop.is_set():
                 outcome = await self.send(label, make())
-                if outcome.finish is None:
+                if outcome.is_refused:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(stop.wait(), outcome.retry_after_s)
+                elif outcome.finish is None:
                     return
 
         async with asyncio.TaskGroup() as tasks:
@@ -157,6 +162,7 @@ class Load:
             finish=finish,
             error="" if failure is None else failure.message,
             is_refused=isinstance(failure, Overloaded),
+            retry_after_s=failure.retry_after_s if isinstance(failure, Overloaded) else 0.0,
             is_lost=isinstance(failure, SessionLost),
             token_ids=tuple(token_ids),
         )
