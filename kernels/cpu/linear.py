@@ -19,6 +19,10 @@ from kernels.cpu.few_rows import FEW_ROWS_INT8, FewRows
 from kernels.reference import round_inputs, round_weight
 
 LOG = logging.getLogger(__name__)
+WIDENED_ROWS = 8
+"""From so many rows on it pays to widen a weight for them (measured with AVX2)."""
+WIDENED_BYTES = 4 * 2**20
+"""Of a weight that is widened at once: what a core's caches hold, or little more."""
 NO_SCALARS: list[float] = []
 """The fused operation after a product takes none: there is no such operation."""
 
@@ -63,6 +67,15 @@ class PackedInt8Weights:
     """Up to so many rows are multiplied by `few_rows`."""
 
 
+@dataclass(frozen=True, slots=True)
+class WidenedWeights:
+    """A plain weight of a type whose products this CPU lacks: many rows are multiplied in float32, a part of the weight
+    at a time. Its part is widened once for all rows; torch would do it for each, which takes five times as long."""
+
+    plain: reference.LinearWeights
+    """As it is."""
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether packed weights of this type are known to pay here: x86 with the vector units that oneDNN has kernels for.
 
@@ -70,6 +83,11 @@ def can_pack(dtype: torch.dtype) -> bool:
     """
     if not torch.backends.mkldnn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
+    return has_products(dtype)
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of this type as they are. Elsewhere torch widens them one by one."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -103,13 +121,19 @@ class LinearLayers:
             packed = self._pack(weight, bias)
             self._report(f"{weight.dtype} reordered for oneDNN", has_kernels=bool(packed.address))
             return packed
+        plain = self._plain.prepare_linear(weight, bias, quantization)
+        if isinstance(plain, reference.LinearWeights) and not has_products(weight.dtype):
+            self._report(f"{weight.dtype} by plain torch, {WIDENED_ROWS} rows and more in float32", has_kernels=False)
+            return WidenedWeights(plain)
         self._report(f"{weight.dtype}, quantisation {quantization}, by plain torch", has_kernels=False)
-        return self._plain.prepare_linear(weight, bias, quantization)
+        return plain
 
     def multiply(self, x: Tensor, prepared: object) -> Tensor:
         """See `kernels.Ops.linear`."""
         if isinstance(prepared, PackedInt8Weights):
             return self._multiply_int8(x, prepared)
+        if isinstance(prepared, WidenedWeights):
+            return self._multiply_widened(x, prepared.plain)
         if not isinstance(prepared, PackedWeights):
             return self._plain.linear(x, prepared)
         num_rows = x.shape[0]
@@ -170,6 +194,18 @@ class LinearLayers:
         if num_rows <= weights.max_rows:
             return self._few_rows.multiply_values(values, scales, middles, weights, x.dtype)
         return self._few_rows.scale(self._product_int8(values, weights), scales, middles, weights, x.dtype)
+
+    def _multiply_widened(self, x: Tensor, weights: reference.LinearWeights) -> Tensor:
+        num_rows, (num_out, num_in) = x.shape[0], weights.weight.shape
+        if num_rows < WIDENED_ROWS:
+            return self._plain.linear(x, weights)
+        wide, product = x.float(), x.new_empty(num_rows, num_out)
+        step = max(1, WIDENED_BYTES // (4 * num_in))
+        for first in range(0, num_out, step):
+            part, bias = weights.weight[first : first + step], weights.bias
+            bias_part = None if bias is None else bias[first : first + step].float()
+            product[:, first : first + step] = torch.nn.functional.linear(wide, part.float(), bias_part)
+        return product
 
     def _product_int8(self, values: Tensor, weights: PackedInt8Weights) -> Tensor:
         """values [T, K] int8 times a weight's: [T, N] float32, whole numbers."""

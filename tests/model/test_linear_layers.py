@@ -30,7 +30,7 @@ DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 SIZES = [(1, 1), (7, 5), (33, 17), (64, 64), (96, 100), (577, 576), (65, 1536)]
 """(N, K)."""
 SWITCHES = (FEW_ROWS_FLOAT, FEW_ROWS_INT8, FEW_ROWS_INT8_BEFORE_TILES, TILED_ROWS_FLOAT)
-NUM_ROWS = sorted({0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 130, *SWITCHES, *(number + 1 for number in SWITCHES)})
+NUM_ROWS = sorted({0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 130, *SWITCHES, *(number + 1 for number in SWITCHES)})
 PROMPT = [5, 17, 300, 2, 9, 64, 64, 101]
 M_MMAP_THRESHOLD = -3
 """Of mallopt: larger pieces of memory are mapped one by one."""
@@ -73,6 +73,25 @@ def in_all_strides(num_rows: int, size: int, dtype: torch.dtype) -> list[torch.T
 def test_products_equal_those_in_float64(
     layers: LinearLayers, dtype: torch.dtype, num_out: int, num_in: int, with_bias: bool
 ) -> None:
+    check_products(layers, dtype, num_out, num_in, with_bias)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (33, 17), (96, 100)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_widened_weights_equal_those_in_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_out: int, num_in: int, with_bias: bool
+) -> None:
+    """As on a CPU that has no such products, in parts of 30 outputs or fewer."""
+    monkeypatch.setattr(linear, "has_products", lambda dtype: False)
+    monkeypatch.setattr(linear, "WIDENED_BYTES", 4 * 30 * 100)
+    layers = LinearLayers(None)
+    assert isinstance(layers.prepare(random(2, 3, dtype=dtype), None, "none"), linear.WidenedWeights)
+    check_products(layers, dtype, num_out, num_in, with_bias)
+
+
+def check_products(layers: LinearLayers, dtype: torch.dtype, num_out: int, num_in: int, with_bias: bool) -> None:
+    """Of dense and of strided rows, as many as take each way."""
     weight = random(num_out, num_in, dtype=dtype, seed=1)
     bias = random(num_out, dtype=dtype, seed=2) if with_bias else None
     prepared = layers.prepare(weight, bias, "none")
