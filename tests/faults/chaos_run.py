@@ -42,7 +42,9 @@ from baton import AsyncClient
 from baton.supervisor import Change, Supervisor
 from baton.topology import ProcessSpec, choose_ports
 from protos import inference_pb2
+from runtime import huge_pages
 from runtime.errors import Unavailable
+from runtime.host import OPENMP_SETTING
 
 POOLS = {"prefill": "prefill_svc", "decode": "decode_svc"}
 RETURN_LIMIT_S = 180.0
@@ -221,7 +223,11 @@ class ChaosRun:
             *self._settings.worker_flags,
             *([f"--speculation={self._settings.speculation}"] if pool == "decode" else []),
         ]
-        return ProcessSpec(name, self._ways.command_line(name, argv), stop_rank=1)
+        # As `baton serve` starts them: threads of all workers on all cores would wait for each other most of the time.
+        cpus = sorted(os.sched_getaffinity(0))
+        own = frozenset({cpus[index % len(cpus)]})
+        command, environment = self._ways.command_line(name, argv), (huge_pages.MALLOC_SETTING, OPENMP_SETTING)
+        return ProcessSpec(name, command, cpus=own, environment=environment, stop_rank=1)
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "started":
@@ -370,11 +376,8 @@ async def _serving(router: AsyncClient) -> set[str]:
         statuses = await router.workers()
     except Unavailable:
         return set()
-    return {
-        each.worker_id
-        for each in statuses
-        if each.state == inference_pb2.WORKER_STATE_SERVING and each.report_age_ms < MAX_AGE_MS
-    }
+    serving = inference_pb2.WORKER_STATE_SERVING
+    return {each.worker_id for each in statuses if each.state == serving and each.report_age_ms < MAX_AGE_MS}
 
 
 def _python(module: str) -> list[str]:
