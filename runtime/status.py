@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import io
 import json
 import logging
 import os
@@ -65,16 +64,22 @@ def end_by_force(limit_s: float) -> None:
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        stacks = io.StringIO()
-        for task in asyncio.all_tasks(loop):
-            task.print_stack(file=stacks)
-        LOG.critical("not ended within %g s, so by force; it waited here:\n%s", limit_s, stacks.getvalue())
-        faulthandler.dump_traceback()  # of threads
-        os._exit(1)
+        try:
+            stacks = "\n".join(map(_stack_of, asyncio.all_tasks(loop)))
+            LOG.critical("not ended within %g s, so by force; it waited here:\n%s", limit_s, stacks)
+            faulthandler.dump_traceback()  # of threads
+        finally:
+            os._exit(1)  # whatever went wrong while it was said
 
     force = threading.Timer(limit_s, end)
     force.daemon = True
     force.start()
+
+
+def _stack_of(task: asyncio.Task[object]) -> str:
+    """Where a task waits. `Task.print_stack` fails for coroutines of the gRPC library, whose frames have no lines."""
+    frames = [f"  {f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in task.get_stack()]
+    return "\n".join([f"{task.get_name()}: {task.get_coro()!r}", *frames])
 
 
 class StatusReporter:

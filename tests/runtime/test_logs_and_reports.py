@@ -166,14 +166,19 @@ async def test_the_first_signal_is_returned_and_handlers_are_restored() -> None:
 
 
 def test_a_process_that_does_not_end_is_ended_and_says_what_it_waits_for() -> None:
+    """Coroutines of the gRPC library, whose frames have no lines, among it."""
     code = """
 import asyncio
+import grpc.aio
 from runtime.status import end_by_force
 
 async def waits_for_ever():
     await asyncio.Event().wait()
 
 async def main():
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
     end_by_force(0.2)
     await asyncio.create_task(waits_for_ever())
 
@@ -183,3 +188,4 @@ asyncio.run(main())
     ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     assert "not ended within 0.2 s" in ended.stderr and "in waits_for_ever" in ended.stderr
+    assert "in _server_main_loop" in ended.stderr
