@@ -132,9 +132,9 @@ class LinearLayers:
         """See `kernels.Ops.linear`."""
         if isinstance(prepared, PackedInt8Weights):
             return self._multiply_int8(x, prepared)
-        if isinstance(prepared, WidenedWeights):
-            return self._multiply_widened(x, prepared.plain)
         if not isinstance(prepared, PackedWeights):
+            if isinstance(prepared, WidenedWeights):
+                return self._multiply_widened(x, prepared.plain)
             return self._plain.linear(x, prepared)
         num_rows = x.shape[0]
         if not num_rows:

@@ -136,7 +136,7 @@ def test_overload_counts_refusals_apart_from_failures() -> None:
     )  # fmt: skip
     assert list(rows) == ["at-1x", "at-3x-accepted", "refused", "after"]
     for name in ("at-1x", "after"):
-        assert rows[name]["output_tok_s"] > 0 and rows[name]["duration_s"] == pytest.approx(0.5, rel=0.5)
+        assert rows[name]["output_tok_s"] > 0 and rows[name]["duration_s"] > 0.49
     refused, accepted = rows["refused"]["refused"], rows["at-3x-accepted"]["requests"]
     assert refused > 0 and accepted + refused == rows["at-3x-accepted"]["offered_requests"]
     assert rows["refused"]["e2e_ms"]["max"] > 0 and rows["refused"]["requests"] == 0
