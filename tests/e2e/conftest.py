@@ -51,7 +51,7 @@ def greedy_requests() -> list[Asked]:
 def sampled_requests() -> list[Asked]:
     """Seeded sampling, temperature 0.8 and top_p 0.95."""
     found = prompts(varied_lengths(NUM_SAMPLED, 300, seed=3), seed=4)
-    return [Asked(prompt, max_tokens=10, seed=1000 + index) for index, prompt in enumerate(found)]
+    return [Asked(prompt, max_tokens=6, seed=1000 + index) for index, prompt in enumerate(found)]
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from baton import Client
 from runtime.checkpoint import open_checkpoint
 
+# Heads as the packaged model has them: for others, kernels would be compiled first.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 256,
-    "hidden_size": 32,
+    "hidden_size": 192,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256,
@@ -37,17 +38,17 @@ CONFIG = {
 }
 LAYER = "model.layers.0"
 SHAPES = {
-    "model.embed_tokens.weight": (256, 32),
-    f"{LAYER}.input_layernorm.weight": (32,),
-    f"{LAYER}.self_attn.q_proj.weight": (32, 32),
-    f"{LAYER}.self_attn.k_proj.weight": (16, 32),
-    f"{LAYER}.self_attn.v_proj.weight": (16, 32),
-    f"{LAYER}.self_attn.o_proj.weight": (32, 32),
-    f"{LAYER}.post_attention_layernorm.weight": (32,),
-    f"{LAYER}.mlp.gate_proj.weight": (48, 32),
-    f"{LAYER}.mlp.up_proj.weight": (48, 32),
-    f"{LAYER}.mlp.down_proj.weight": (32, 48),
-    "model.norm.weight": (32,),
+    "model.embed_tokens.weight": (256, 192),
+    f"{LAYER}.input_layernorm.weight": (192,),
+    f"{LAYER}.self_attn.q_proj.weight": (192, 192),
+    f"{LAYER}.self_attn.k_proj.weight": (64, 192),
+    f"{LAYER}.self_attn.v_proj.weight": (64, 192),
+    f"{LAYER}.self_attn.o_proj.weight": (192, 192),
+    f"{LAYER}.post_attention_layernorm.weight": (192,),
+    f"{LAYER}.mlp.gate_proj.weight": (48, 192),
+    f"{LAYER}.mlp.up_proj.weight": (48, 192),
+    f"{LAYER}.mlp.down_proj.weight": (192, 48),
+    "model.norm.weight": (192,),
 }
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 EXIT_LIMIT_S = 60.0
@@ -121,10 +122,10 @@ def test_missing_shard(checkpoint: Path) -> None:
 
 def test_wrong_shape(checkpoint: Path) -> None:
     weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    weights[f"{LAYER}.self_attn.k_proj.weight"] = torch.zeros(32, 32)
+    weights[f"{LAYER}.self_attn.k_proj.weight"] = torch.zeros(32, 192)
     write_shards(checkpoint, weights)
     line = serve_fails(checkpoint, *ONE_WORKER)
-    assert SECOND in line and f"{LAYER}.self_attn.k_proj.weight" in line and "16" in line
+    assert SECOND in line and f"{LAYER}.self_attn.k_proj.weight" in line and "64" in line
 
 
 def test_missing_tensor(checkpoint: Path) -> None:

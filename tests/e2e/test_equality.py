@@ -111,7 +111,7 @@ def requests_and_answers(
 def test_kv_in_8_bits_is_handed_over_as_it_is(serve: Callable[..., Served], greedy_requests: list[Asked]) -> None:
     """One at a time, so that all systems run the same steps: then not a bit may differ."""
     requests = greedy_requests[2:8]
-    flags = ("--dtype=bfloat16", "--kv-cache-dtype=int8")
+    flags = ("--dtype=float32", "--kv-cache-dtype=int8")
     alone = serve(*flags, "--num-prefill=0", "--num-decode=0", "--num-mixed=1")
     expected = ask_in_turn(alone.address, requests)
     assert not any(answer.served_by.transport for answer in expected)
