@@ -109,11 +109,10 @@ class Outcome:
     """From the last answer until no worker held anything."""
 
     def causes(self, gap: Gap) -> str:
-        """The kinds of faults of workers that may have caused a silence."""
+        """The faults of workers that may have caused a silence, two of a kind by two names."""
         ended_s = gap.began_s + gap.length_s
-        kinds = {s.kind for s in self.struck if s.began_s <= ended_s and gap.began_s <= s.ended_s + DETECTION_S}
-        kinds &= WORKER_KINDS.keys() | PARTED.keys()
-        return " and ".join(sorted(kinds)) or "none"
+        found = [s.kind for s in self.struck if s.began_s <= ended_s and gap.began_s <= s.ended_s + DETECTION_S]
+        return " and ".join(sorted(kind for kind in found if kind in WORKER_KINDS or kind in PARTED)) or "none"
 
     def report(self) -> dict[str, object]:
         """For people and programs. Delays are the silences less what it took to compute again."""
