@@ -1,10 +1,11 @@
 """What traces cost: `python tests/perf/trace_cost.py [MODEL [ROUNDS [FLAG ...]]]`.
 
 Two systems of MODEL (tracer), one of them with the flags (--trace), serve the same load in turns, ROUNDS (20) times:
-128 requests, 32 at once, of 128 tokens and 64 of output. Prints the CPU microseconds of all processes for each output
-token, and the median of the ratios with the interval in which 95 % of resampled medians lie. Before that it prints what
-the router spends on the trace of one request by itself, which other work on the machine disturbs less. Not a test. The
-tracer computes nothing, so its ratio is an upper bound.
+128 requests, 32 at once, of 128 tokens and 64 of output. After every fourth round both are started anew, since where
+their processes and memory came to lie changes their cost by more than traces do. Prints the CPU microseconds of all
+processes for each output token, and the median of the ratios with the interval in which 95 % of the medians lie when
+such groups of rounds are resampled. Before that it prints what the router spends on the trace of one request by itself,
+which other work on the machine disturbs less. Not a test. The tracer computes nothing, so its ratio is an upper bound.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from runtime.traces import TraceContext
 NUM_REQUESTS, NUM_AT_ONCE, NUM_PROMPT, NUM_OUTPUT = 128, 32, 128, 64
 READY = "ready: "
 NUM_WRITTEN, NUM_CHUNKS = 5000, 4
+ROUNDS_OF_A_START = 4
 ENCODER = "opentelemetry.exporter.otlp.proto.common.trace_encoder"
 
 
@@ -130,27 +132,42 @@ async def write_cost_us() -> tuple[float, float | None]:
     return written_us, 1e6 * (time.process_time() - began_s) / NUM_WRITTEN
 
 
+def compared(model: str, flags: list[str], numbers: range) -> list[tuple[float, float]]:
+    """Rounds of two systems just started: the cost without the flags, and with them."""
+    pairs: list[tuple[float, float]] = []
+    with served(model, []) as plain, served(model, flags) as other:
+        for system in (plain, other):
+            cost_us(*system, seed=-1)
+        for number in numbers:
+            first, second = (plain, other) if number % 2 == 0 else (other, plain)
+            one, two = cost_us(*first, seed=number), cost_us(*second, seed=number)
+            pairs.append((one, two) if number % 2 == 0 else (two, one))
+            print(f"{pairs[-1][0]:7.1f} us without, {pairs[-1][1]:7.1f} with", flush=True)
+    return pairs
+
+
+def median_ratio(pairs: list[tuple[float, float]]) -> float:
+    """Of the costs with the flags to those without."""
+    return statistics.median(with_ / without for without, with_ in pairs)
+
+
 def main(model: str = "tracer", rounds: str = "20", *flags: str) -> None:
     """Prints a line for each round, and the medians."""
     written_us, encoded_us = asyncio.run(write_cost_us())
     encoded = "" if encoded_us is None else f", {encoded_us:.0f} us more to send it by OTLP"
     print(f"{written_us:.0f} us to write the trace of a request{encoded}", flush=True)
-    pairs: list[tuple[float, float]] = []
-    with served(model, []) as plain, served(model, list(flags) or ["--trace"]) as traced:
-        for system in (plain, traced):
-            cost_us(*system, seed=-1)
-        for number in range(int(rounds)):
-            first, second = (plain, traced) if number % 2 == 0 else (traced, plain)
-            one, two = cost_us(*first, seed=number), cost_us(*second, seed=number)
-            pairs.append((one, two) if number % 2 == 0 else (two, one))
-            print(f"{pairs[-1][0]:7.1f} us without, {pairs[-1][1]:7.1f} with", flush=True)
-    ratios = [with_ / without for without, with_ in pairs]
+    groups: list[list[tuple[float, float]]] = []
+    for first_round in range(0, int(rounds), ROUNDS_OF_A_START):
+        last_round = min(first_round + ROUNDS_OF_A_START, int(rounds))
+        groups.append(compared(model, list(flags) or ["--trace"], range(first_round, last_round)))
+    pairs = [pair for group in groups for pair in group]
     draws = random.Random(0)
-    medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
+    resampled = ([pair for group in draws.choices(groups, k=len(groups)) for pair in group] for _ in range(2000))
+    medians = sorted(map(median_ratio, resampled))
     without, with_ = (statistics.median(each) for each in zip(*pairs, strict=True))
     print(
         f"{model}: medians {without:.1f} and {with_:.1f} us a token; "
-        f"ratio {statistics.median(ratios):.4f} ({medians[50]:.4f} to {medians[1949]:.4f})"
+        f"ratio {median_ratio(pairs):.4f} ({medians[50]:.4f} to {medians[1949]:.4f})"
     )
 
 
