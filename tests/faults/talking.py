@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2
 
 BLOCK = 16
 TURN_TOKENS = 12
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 
 
 class Talker:

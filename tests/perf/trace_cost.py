@@ -1,11 +1,11 @@
 """What traces cost: `python tests/perf/trace_cost.py [MODEL [ROUNDS [FLAG ...]]]`.
 
 Two systems of MODEL (tracer), one of them with the flags (--trace), serve the same load in turns, ROUNDS (20) times:
-128 requests, 32 at once, of 128 tokens and 64 of output. After every fourth round both are started anew, since where
-their processes and memory came to lie changes their cost by more than traces do. Prints the CPU microseconds of all
-processes for each output token, and the median of the ratios with the interval in which 95 % of the medians lie when
-such groups of rounds are resampled. Before that it prints what the router spends on the trace of one request by itself,
-which other work on the machine disturbs less. Not a test. The tracer computes nothing, so its ratio is an upper bound.
+128 requests, 32 at once, of 128 tokens and 64 of output. After every fourth round both are started anew, so that no
+start's luck is taken for the cost of traces. Prints the CPU microseconds of all processes for each output token, and
+the median of the ratios with the interval in which 95 % of the medians lie when starts are resampled. Before that it
+prints what the router spends on the trace of one request by itself, which other work on the machine disturbs less. Not
+a test. The tracer computes nothing, so its ratio is an upper bound.
 """
 
 from __future__ import annotations

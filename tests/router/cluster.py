@@ -34,7 +34,7 @@ from runtime.rpc import create_channel
 from runtime.status import StatusReporter
 
 PROMPT = tuple(b"The baton passes from one runner to the next.")
-LIMIT_S = 60.0
+LIMIT_S = 10.0
 
 
 @dataclass

@@ -33,7 +33,7 @@ MIXED = inference_pb2.WORKER_ROLE_MIXED
 SERVING, DRAINING = inference_pb2.WORKER_STATE_SERVING, inference_pb2.WORKER_STATE_DRAINING
 ROUTER_ID = "router-under-test"
 PROMPT = tuple(b"prompt")
-LIMIT_S = 60.0
+LIMIT_S = 8.0
 TOKENIZER = open_text_model("tracer", None).tokenizer
 
 PrefillScript = Callable[["FakeWorker", Any], AsyncIterator[worker_pb2.PrefillRunResponse]]
