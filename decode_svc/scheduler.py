@@ -11,9 +11,9 @@ the next token fit. When growth finds no block all the same, the sequence that r
 never is, so that something always finishes. A sequence that outranks others of a lower class pauses them (the batch is
 the first `max_batch_size` by rank), and displaces them where it lacks a seat or blocks. Who is displaced waits by rank
 for seat and blocks again, its KV in host memory where that has room (`Holdings.swap_out`); else it is evicted.
-Reservations that have received nothing are bounded for each source: they are blocks lent to a prefilling worker's
-queue. What comes only to keep a session's KV (`Request.keep_tokens`) ends with its fetch, and at once where there is no
-room: it makes nobody give way.
+Reservations that have received nothing are bounded for each source, the largest apart, so that a long prompt keeps no
+short ones out: they are blocks lent to a prefilling worker's queue. What comes only to keep a session's KV
+(`Request.keep_tokens`) ends with its fetch, and at once where there is no room: it makes nobody give way.
 
 With `target_step_ms` steps are kept short by what is let in, never by pausing what runs: one sequence a plan is
 admitted, while the step with it is predicted to stay within the target (`engine.step_time`); one may always run. Chunks
@@ -382,8 +382,11 @@ class DecodeScheduler:
     def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
         if source is None:
             return True
-        reserved = self._reserved_tokens[source]
-        return reserved == 0 or reserved + num_tokens <= self._max_reserved_tokens
+        reserved = self._reserved_tokens[source] + num_tokens
+        if reserved <= self._max_reserved_tokens:
+            return True
+        others = (each for fetching, each in self._fetching.items() if self._sources[fetching] == source)
+        return reserved - max(num_tokens, *others, 0) <= self._max_reserved_tokens
 
     def _forget(self, sequence: Sequence) -> None:
         if self.speculation is not None:

@@ -262,10 +262,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def _received(self, job: _Job) -> None:
         """Some of the KV is here."""
-        if not job.has_bytes:
-            job.has_bytes = True
-            job.attempt.note(FIRST_BYTES)
+        if job.has_bytes:
+            return
+        job.has_bytes = True
+        job.attempt.note(FIRST_BYTES)
         self.scheduler.received(job.attempt.sequence)
+        self._step_loop.wake()  # others of its source may come in now, whether or not a step runs
 
     def _lend(self, sequence: Sequence) -> Lease | None:
         """Leases what is cached here of the input to its source, but for the last token, which is to be computed."""

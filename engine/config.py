@@ -99,8 +99,8 @@ class WorkerConfig:
     chunk_size: int = field(default=512, metadata=_in("Scheduling", min=1))
     """Most tokens of one prompt computed in one step; never above --max-num-tokens."""
     max_reserved_tokens: int | None = field(default=None, metadata=_in("Scheduling", min=1))
-    """Decode pool only: most tokens reserved for prompts of one prefill worker that has sent nothing of them yet;
-    default: twice --max-num-tokens."""
+    """Decode pool only: most tokens reserved for prompts of one prefill worker that has sent nothing of them yet, the
+    longest of these apart; default: twice --max-num-tokens."""
 
     priority_ageing_s: float = field(default=5.0, metadata=_in("Scheduling", min=0.001))
     """Seconds of waiting that weigh as much as one class of priority: what waits longer goes before what is urgent."""

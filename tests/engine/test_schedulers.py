@@ -115,6 +115,16 @@ def test_prefill_takes_nothing_back_from(seats, lower):
     assert {each.state for each in holding} == {State.PREFILLING} and high.state is State.QUEUED
 
 
+def test_prefill_takes_nothing_back_from_the_oldest():
+    p = Prefill(max_num_seqs=2, max_num_tokens=4, chunk_size=4)
+    oldest = p.add(24, first=1, priority=Priority.LOW)
+    p.add(24, first=100, priority=Priority.HIGH)
+    p.step()
+    waiting = p.add(24, first=200, priority=Priority.HIGH)
+    p.step()
+    assert (oldest.num_computed, oldest.state, waiting.state) == (0, State.PREFILLING, State.QUEUED)
+
+
 def test_prefill_takes_nothing_back_in_vain():
     p = Prefill(num_blocks=10, max_num_tokens=8, chunk_size=8)
     p.add(24, first=1)
@@ -238,19 +248,37 @@ def test_growth_waits_for_blocks_that_a_stopped_transfer_gives_back():
 
 def test_empty_reservations_are_bounded_for_each_source():
     d = Decode(reserved=10, max_num_seqs=9)
-    first, second, third = d.add(6, "p", first=100), d.add(6, "p", first=200), d.add(4, "p", first=300)
-    other, local = d.add(6, "q", first=400), d.add(6, first=500)
+    first, second = d.add(6, "p", first=100), d.add(6, "p", first=200)
+    third, fourth = d.add(6, "p", first=300), d.add(5, "p", first=400)
+    other, local = d.add(6, "q", first=500), d.add(6, first=600)
     d.step()
-    assert [s.state for s in (first, second, other, local)] == [
+    assert [s.state for s in (first, second, third, other, local)] == [
+        State.FETCHING,
         State.FETCHING,
         State.QUEUED,
         State.FETCHING,
         State.DECODING,
     ]
-    assert third.state is State.QUEUED, "it would fit, and keep the second out for ever if more like it came"
+    assert fourth.state is State.QUEUED, "it would fit, and keep the third out for ever if more like it came"
     d.scheduler.received(first)
     d.step()
-    assert (second.state, third.state) == (State.FETCHING, State.FETCHING)
+    assert (third.state, fourth.state) == (State.FETCHING, State.QUEUED)
+    d.scheduler.received(second)
+    d.step()
+    assert fourth.state is State.FETCHING
+
+
+def test_a_long_prompt_that_has_received_nothing_keeps_no_short_ones_out():
+    d = Decode(reserved=10, max_num_seqs=9)
+    long, short, longer = d.add(40, "p", first=100), d.add(6, "p", first=200), d.add(50, "p", first=300)
+    last = d.add(4, "p", first=400)
+    d.step()
+    assert (long.state, short.state) == (State.FETCHING, State.FETCHING)
+    assert longer.state is State.QUEUED, "the pool would be lent to prompts that are computed one after the other"
+    assert last.state is State.QUEUED
+    d.scheduler.received(long)
+    d.step()
+    assert (longer.state, last.state) == (State.FETCHING, State.FETCHING)
 
 
 def test_one_reservation_of_any_size_is_let_in():

@@ -363,7 +363,7 @@ class DecodeMachine(SchedulerMachine):
                 for sequence, num_tokens in self.scheduler._fetching.items()
                 if self.scheduler._sources[sequence] == source
             ]
-            assert sum(empty) <= max(self.scheduler._max_reserved_tokens, *empty, 0)
+            assert sum(empty) - max(empty, default=0) <= self.scheduler._max_reserved_tokens
             assert sum(empty) == self.scheduler._reserved_tokens[source]
 
     def serve_waiters(self) -> None:

@@ -12,6 +12,7 @@ from harness import (
     FINISHED,
     LIMIT_S,
     PROMPT,
+    Stream,
     attempt,
     cell,
     code_of,
@@ -129,6 +130,28 @@ async def test_blocks_are_readable_before_the_prompt_is_done():
         assert answer.intact and answer.first_token.token_id == expected(LONG, 1)[0]
         events = await prefilling.rest()
         assert [event.WhichOneof("event") for event in events] == ["first_token", "finished"]
+        await c.balanced()
+
+
+async def test_the_first_bytes_of_a_prompt_let_others_in_while_decode_has_nothing_to_compute():
+    async with cell(chunk_size=64, max_num_tokens=64, decode={"max_reserved_tokens": 1}) as c:
+        first, second = attempt(LONG), attempt(PROMPT)
+        with gated(c.prefill) as gate:
+            prefillings = [await c.router.prefill(each) for each in (first, second)]
+            decodings = [c.router.decode(each, c.router.source()) for each in (first, second)]
+            await gate.arrival()
+            assert c.decode.role.scheduler.num_queued == 1, "two have blocks of which nothing has come"
+            gate.let_through()
+            await gate.arrival()
+            reports = Stream(c.d.worker.Watch(worker_pb2.WatchRequest()))
+            while (await reports.next()).load.num_queued:
+                pass
+            reports.cancel()
+            gate.open()
+            gate.let_through()
+            assert [(await each).outcome for each in decodings] == [FINISHED] * 2
+        for prefilling in prefillings:
+            assert (await prefilling.rest())[-1].finished.intact
         await c.balanced()
 
 
