@@ -115,16 +115,6 @@ def test_prefill_takes_nothing_back_from(seats, lower):
     assert {each.state for each in holding} == {State.PREFILLING} and high.state is State.QUEUED
 
 
-def test_prefill_takes_nothing_back_from_the_oldest():
-    p = Prefill(max_num_seqs=2, max_num_tokens=4, chunk_size=4)
-    oldest = p.add(24, first=1, priority=Priority.LOW)
-    p.add(24, first=100, priority=Priority.HIGH)
-    p.step()
-    waiting = p.add(24, first=200, priority=Priority.HIGH)
-    p.step()
-    assert (oldest.num_computed, oldest.state, waiting.state) == (0, State.PREFILLING, State.QUEUED)
-
-
 def test_prefill_takes_nothing_back_in_vain():
     p = Prefill(num_blocks=10, max_num_tokens=8, chunk_size=8)
     p.add(24, first=1)

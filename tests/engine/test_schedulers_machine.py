@@ -110,6 +110,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.state is not State.QUEUED and sequence not in self.scheduler._waiting
         ]
 
+    def keeping(self) -> list[Sequence]:
+        """Those that no plan may take a seat from: the oldest."""
+        return sorted(self.holding(), key=lambda sequence: sequence.since_s)[:1]
+
     # Steps: what happens between `plan_step` and its end happens while the device runs.
 
     @precondition(lambda self: self.scheduler is not None and self.step is None)
@@ -118,10 +122,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.memory.swap(self.holdings)
         pool = self.holdings.pool
         pool.grow(max(0, self.scheduler.num_wanted_blocks() - pool.num_available))
-        before = self.holding()
-        oldest = min(before, key=lambda sequence: sequence.since_s, default=None)
+        keeping = self.keeping()
         plan = self.scheduler.plan(self.now_s)
-        assert oldest is None or oldest in self.holding(), "the oldest was displaced"
+        assert set(keeping) <= set(self.holding()), "one was displaced that never is"
         check_plan(plan, self.limits, len(self.holding()))
         self.planned()
         if plan.slices:
@@ -266,6 +269,10 @@ class PrefillMachine(SchedulerMachine):
             assert len(sequence.block_table) == (0 if sequence.state is State.QUEUED else needed)
             if sequence.state is State.LEASED:
                 assert sequence.num_computed == sequence.num_tokens
+
+    def keeping(self) -> list[Sequence]:
+        """All that have begun. The oldest loses nothing where it has not."""
+        return [each for each in self.holding() if each.num_computed > each.num_cached]
 
     def serve_waiters(self) -> None:
         for sequence in self.live():
