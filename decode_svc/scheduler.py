@@ -380,10 +380,7 @@ class DecodeScheduler:
         return victim.num_pins == 0  # what is under a transfer or a copy comes back later
 
     def _may_reserve(self, source: str | None, num_tokens: int) -> bool:
-        if source is None:
-            return True
-        reserved = self._reserved_tokens[source] + num_tokens
-        if reserved <= self._max_reserved_tokens:
+        if source is None or (reserved := self._reserved_tokens[source] + num_tokens) <= self._max_reserved_tokens:
             return True
         others = (each for fetching, each in self._fetching.items() if self._sources[fetching] == source)
         return reserved - max(num_tokens, *others, 0) <= self._max_reserved_tokens
