@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heapreplace
 
 from decode_svc.acceptance import Acceptance, Own
 from decode_svc.draft_totals import DraftTotals
-from engine.drafters import UNKNOWN, Drafter
+from engine.drafters import Drafter
 from engine.holdings import Holdings
 from engine.lengths import OutputLengths
 from engine.planning import Plan
@@ -32,6 +32,9 @@ from engine.step_time import StepLoad, StepTimes
 FIRST_DRAFTS = 4
 """Drafts of a step with which one begins, or as many as it has sequences; each may have twice as many more as were
 usual, because of larger steps nothing is known."""
+FIRST_LENGTH = 16
+"""The same of one sequence, shared among those of the step: each may have so many more than was usual, at least one.
+Where each further draft takes another run of a model, it is one. While times are not known nothing is usual."""
 USUAL_KEPT = 0.98
 """Weight of what was usual, at each step."""
 MARGIN = 0.95
@@ -83,6 +86,8 @@ class Speculation:
         self._records: dict[Sequence, _Record] = {}
         self._acceptance = Acceptance(drafter.first_rate, drafter.most_evidence)
         self._usual_drafts = 0.0  # of a step, lately at most: what is known of times goes little further
+        self._usual_length = 0.0  # the same of one sequence
+        self._longest = 1  # of one sequence in this step, by that
         self._num_drafting = 0  # steps with drafts since one without
         self.num_drafts = 0
         """Drafts computed so far."""
@@ -106,6 +111,8 @@ class Speculation:
             self._num_drafting = 0
             return
         self._acceptance.fade()
+        usual = int(self._usual_length) if self._step_times.is_known else 0
+        self._longest = usual + (1 if self._drafter.has_passes else max(1, FIRST_LENGTH // len(sequences)))
         duration_ms = self._step_times.with_drafts(load)
         # Of a draft that pays, were it the only one and had for nothing.
         least_chance = load.num_sequences * (duration_ms(1, 0) / duration_ms(0, 0) - 1)
@@ -121,6 +128,7 @@ class Speculation:
             elif offer.drafts:
                 self._drafter.judge(sequences[index], 0, 0)
         self._usual_drafts = max(USUAL_KEPT * self._usual_drafts, lengths.total())
+        self._usual_length = max(USUAL_KEPT * self._usual_length, *lengths.values(), 0)
         self._num_drafting = self._num_drafting + 1 if lengths else 0
 
     def accept(
@@ -177,7 +185,7 @@ class Speculation:
             record.longest, record.num_idle = 1, 0
         if self._acceptance.best_chance(record.own) * (1 if record.last else MARGIN) <= least_chance:
             return _Offer(record, ())
-        drafts = self._drafts(sequence, min(record.longest, self._most(sequence)))
+        drafts = self._drafts(sequence, min(record.longest, self._longest, self._most(sequence)))
         if drafts:
             record.evidence = self._drafter.evidence(sequence)
         return _Offer(record, drafts)
@@ -214,7 +222,7 @@ class Speculation:
             chance, index = -candidates[0][0], candidates[0][1]
             record, drafts = offers[index].record, offers[index].drafts
             lengths[index] += 1
-            if drafts[0] == UNKNOWN:
+            if self._drafter.has_passes:
                 num_passes = max(num_passes, lengths[index])
             duration_ms = step_ms(len(taken) + 1, num_passes)
             if self._limits.target_step_ms is not None and duration_ms > self._limits.target_step_ms:

@@ -34,7 +34,9 @@ DEVIATION_GAIN = 0.05
 """Weight of a step in the usual deviation."""
 MIN_FAMILIAR_STEPS = 4.0
 """Steps like this one, by each thing it holds, below which nothing about it is a surprise."""
-NUM_SWEEPS = 3
+MAX_SWEEPS = 30
+SETTLED = 0.01
+"""Part of a step below which a sweep's largest change, over all steps remembered, ends it."""
 FEW_ROWS = 64
 """Rows of one token and of drafts above which further ones may cost more, and the first one much: up to about so many,
 the reading of weights takes longer than the products, and devices have other ways to multiply."""
@@ -176,14 +178,19 @@ class StepTimes:
             targets[index] = keep * targets[index] + feature * duration_ms
         plain_ms = sum(map(float.__mul__, coefficients[:_DRAFT_ROWS], features))
         beliefs = {_DRAFT_ROWS: 64 * plain_ms * _row_part(load), _DRAFT_PASSES: 8 * plain_ms * DRAFT_PASS_PART}
-        for _ in range(NUM_SWEEPS):
+        for _ in range(MAX_SWEEPS):
+            change_ms = 0.0
             for index in _ORDER:
                 row = self._sums[index]
                 weight, missing = row[index], targets[index] - sum(map(float.__mul__, row, coefficients))
                 if index in beliefs:
                     weight, missing = weight + BELIEF, missing + BELIEF * (beliefs[index] - coefficients[index])
                 if weight > 1e-12:  # else nothing remembered held any of it
-                    coefficients[index] = max(0.0, coefficients[index] + missing / weight)
+                    change = max(-coefficients[index], missing / weight)
+                    coefficients[index] += change
+                    change_ms = max(change_ms, abs(change) * math.sqrt(row[index]))
+            if change_ms < SETTLED * duration_ms:
+                break
 
 
 def _row_part(load: StepLoad) -> float:

@@ -61,6 +61,8 @@ class Drafter(ABC):
 
     most_evidence = 0
     """Of what `evidence` answers."""
+    has_passes = False
+    """Whether its drafts are UNKNOWN, and each further one of the longest takes another run of a model."""
 
     @classmethod
     @abstractmethod

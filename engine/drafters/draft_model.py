@@ -35,6 +35,8 @@ MAX_BEHIND = 8
 class Drafter(drafters.Drafter):
     """See the module."""
 
+    has_passes = True
+
     def __init__(self, model: ModelRunner, memory: PoolMemory) -> None:
         self._model = model
         self._memory = memory

@@ -20,6 +20,8 @@ from runtime.errors import ConfigError
 class Drafter(drafters.Drafter):
     """See the module."""
 
+    has_passes = True
+
     def __init__(self, copy: ModelRunner) -> None:
         self._copy = copy
 

@@ -64,7 +64,7 @@ def take_no_time(scheduler: DecodeScheduler) -> None:
     """Has a scheduler draft as much as it may."""
     assert scheduler.speculation is not None
     scheduler.step_times = scheduler.speculation._step_times = NoTime()  # type: ignore[assignment]
-    scheduler.speculation._usual_drafts = 1e9
+    scheduler.speculation._usual_drafts = scheduler.speculation._usual_length = 1e9
     scheduler.speculation._num_drafting = -(10**9)
 
 

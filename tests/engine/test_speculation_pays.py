@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from drafting import WRONG_DRAFT
 from virtual_costs import COSTS, Chancy, Measured, always_dear, counted, measure, reading_weights, recorded, two_cores
 
 from engine.drafters import Drafter, ngram
@@ -34,12 +35,12 @@ def test_it_is_about_as_fast_as_the_best_fixed_length_and_never_slower_than_none
         for length in LENGTHS
     ]
     adaptive = measured(batch_size, COSTS[cost], Chancy(lambda *_: rate), draft_length=8)
-    assert adaptive.rate >= 0.97 * none.rate
-    assert adaptive.rate >= 0.93 * max(fixed)  # times are noisy: the worst of these is 0.937
+    assert adaptive.rate >= 0.98 * none.rate
+    assert adaptive.rate >= 0.93 * max(fixed)  # times are noisy: the worst of these is 0.934
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.9])
-@pytest.mark.parametrize("batch_size", [4])
+@pytest.mark.parametrize("batch_size", [4, 32])
 @pytest.mark.parametrize("cost", COSTS)
 def test_so_it_is_where_a_model_drafts(cost, batch_size, rate):
     """Each draft of the longest run takes a run of it."""
@@ -64,9 +65,26 @@ def test_so_it_is_on_what_a_model_said(cost, batch_size, text):
         for length in LENGTHS
     ]
     adaptive = measured(batch_size, COSTS[cost], ngram.Drafter(), texts, draft_length=8, noise=0.04, drift=0.1)
+    assert adaptive.rate >= 0.99 * none.rate
+    assert adaptive.rate >= 0.98 * max(fixed)
+
+
+class Mistaken(ngram.Drafter):
+    """Has guesses where prompt lookup has, and none comes true."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return (WRONG_DRAFT,) * len(super().propose(sequence, most))
+
+
+@pytest.mark.parametrize("text", ["story", "records"])
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize("cost", COSTS)
+def test_what_is_always_mistaken_costs_next_to_nothing(cost, batch_size, text):
+    texts = [recorded(text)[index % 8] for index in range(max(8, 2 * batch_size))]
+    none = measured(batch_size, COSTS[cost], None, texts)
+    adaptive = measured(batch_size, COSTS[cost], Mistaken(), texts, draft_length=8, noise=0.03, drift=0.05)
+    assert adaptive.num_drafts > 0 and adaptive.num_right == 0
     assert adaptive.rate >= 0.98 * none.rate
-    # Where more rows cost a leap and many more are cheap again, it does not always get past the leap.
-    assert adaptive.rate >= (0.9 if batch_size == 32 else 0.95) * max(fixed)
 
 
 @pytest.mark.parametrize("seed", range(5))

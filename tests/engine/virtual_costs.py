@@ -80,12 +80,12 @@ class Chancy(MadeByTests):
 
     def __init__(self, rate: Callable[[int, int], float], is_model: bool = False, seed: int = 0) -> None:
         """A model guesses while the step runs."""
-        self._rate, self._is_model, self._random = rate, is_model, random.Random(seed)
+        self._rate, self.has_passes, self._random = rate, is_model, random.Random(seed)
         self.num_asked = 0
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         self.num_asked += 1
-        return (UNKNOWN,) * most if self._is_model else self.guess(sequence, most)
+        return (UNKNOWN,) * most if self.has_passes else self.guess(sequence, most)
 
     def guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         num_right, num_outputs = 0, sequence.num_outputs

@@ -1,18 +1,23 @@
 """What a decode plan and commit cost as sequences run and wait: `python tests/perf/scheduler_cost.py`.
 
-Prints the median over many steps for each pair of sizes; no model, no I/O. Not a test: machines differ.
+Prints the median over many steps for each pair of sizes; then what a drafter adds to a step that never pays, so that
+it is hardly ever asked: the deciding and the learning from steps. No model, no I/O. Not a test: machines differ.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 
 from decode_svc.scheduler import DecodeScheduler
+from engine.drafters import Drafter, ngram
 from engine.holdings import Holdings
+from engine.planning import Plan
 from engine.request import Priority, Request, Sample, SamplingParams
 from engine.scheduling import Limits
 from engine.sequence import DECODE_MOVES, Sequence
+from engine.step_time import StepLoad
 from kvstore.blocks import BlockPool
 from kvstore.hashing import PrefixHasher
 
@@ -39,11 +44,44 @@ def measure(num_running: int, num_waiting: int) -> float:
     return statistics.median(durations[50:])
 
 
+def samples_of(plan: Plan) -> Iterator[Sample]:
+    """The same token again and again, which is what prompt lookup guesses, but where it has guessed."""
+    for part in plan.slices:
+        yield from [Sample(5)] if not part.drafts else [Sample(6)] * (1 + len(part.drafts))
+
+
+def measure_idle_drafter(num_running: int, drafter: Drafter | None) -> tuple[float, int]:
+    """Median seconds of plan, learning and commit, and in how many steps there were drafts."""
+    holdings = Holdings(BlockPool(num_running * 256), PrefixHasher("m", "l", 16), 16)
+    scheduler = DecodeScheduler(holdings, Limits(8192, num_running, max(512, num_running), 512), 10**9, drafter=drafter)
+    for index in range(num_running):
+        request = Request(index.to_bytes(16, "big"), "r", (5, 5, 5, 5), (), SamplingParams(max_tokens=10**6))
+        scheduler.add(Sequence(request, DECODE_MOVES, float(index)), None)
+    durations, num_drafting = [], 0
+    for _ in range(4 * NUM_STEPS):
+        started_s = time.perf_counter()
+        plan = scheduler.plan(0.0)
+        if scheduler.step_times is not None:
+            num_drafts = sum(len(part.drafts) for part in plan.slices)
+            num_drafting += num_drafts > 0
+            context_lens = sum(part.sequence.num_tokens for part in plan.slices)
+            load = StepLoad(num_running, context_lens, num_draft_rows=num_drafts)
+            scheduler.step_times.observe(load, 20.0 + 10.0 * num_drafts)
+        scheduler.commit(plan, list(samples_of(plan)), 0.0)
+        durations.append(time.perf_counter() - started_s)
+    return statistics.median(durations[NUM_STEPS:]), num_drafting
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     print(f"{'running':>8}{'waiting':>9}{'plan + commit, ms':>20}")
     for num_running, num_waiting in ((32, 0), (64, 0), (128, 0), (256, 0), (256, 1_000), (256, 10_000), (512, 10_000)):
         print(f"{num_running:>8}{num_waiting:>9}{1000 * measure(num_running, num_waiting):>20.3f}")
+    print(f"{'running':>8}{'a drafter adds, ms':>20}{'steps with drafts':>20}")
+    for num_running in (1, 4, 16, 32):
+        plain_s, _ = measure_idle_drafter(num_running, None)
+        idle_s, num_drafting = measure_idle_drafter(num_running, ngram.Drafter())
+        print(f"{num_running:>8}{1000 * (idle_s - plain_s):>20.3f}{num_drafting:>13} of {4 * NUM_STEPS}")
 
 
 if __name__ == "__main__":
