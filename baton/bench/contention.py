@@ -169,7 +169,8 @@ async def _overload(run: Run) -> list[Row]:
         at_1x,
         above.row_of("at-3x-accepted", accepted, figures=offered),
         above.row_of("refused", refused),
-        above.row("after", "after", window),
+        # Those that got in before still have seats then, and what they are given counts.
+        above.row_of("after", [*accepted, *above.load.outcomes.get("after", [])], window),
     ]
 
 
