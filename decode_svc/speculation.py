@@ -87,7 +87,6 @@ class Speculation:
         self._acceptance = Acceptance(drafter.first_rate, drafter.most_evidence)
         self._usual_drafts = 0.0  # of a step, lately at most: what is known of times goes little further
         self._usual_length = 0.0  # the same of one sequence
-        self._longest = 1  # of one sequence in this step, by that
         self._num_drafting = 0  # steps with drafts since one without
         self.num_drafts = 0
         """Drafts computed so far."""
@@ -112,11 +111,11 @@ class Speculation:
             return
         self._acceptance.fade()
         usual = int(self._usual_length) if self._step_times.is_known else 0
-        self._longest = usual + (1 if self._drafter.has_passes else max(1, FIRST_LENGTH // len(sequences)))
+        longest = usual + (1 if self._drafter.has_passes else max(1, FIRST_LENGTH // len(sequences)))
         duration_ms = self._step_times.with_drafts(load)
         # Of a draft that pays, were it the only one and had for nothing.
         least_chance = load.num_sequences * (duration_ms(1, 0) / duration_ms(0, 0) - 1)
-        offers = [self._offer(sequence, least_chance) for sequence in sequences]
+        offers = [self._offer(sequence, longest, least_chance) for sequence in sequences]
         room = int(2 * self._usual_drafts) + max(FIRST_DRAFTS, len(sequences))
         lengths = self._paying_lengths(offers, duration_ms, min(room, self._limits.max_num_tokens - plan.num_tokens))
         for index, offer in enumerate(offers):
@@ -172,8 +171,8 @@ class Speculation:
         self._records.pop(sequence, None)
         self._drafter.forget(sequence)
 
-    def _offer(self, sequence: Sequence, least_chance: float) -> _Offer:
-        """What a sequence could have; nothing, and its drafter is not asked, if no draft of it would pay."""
+    def _offer(self, sequence: Sequence, longest: int, least_chance: float) -> _Offer:
+        """What a sequence could have, at most so many; its drafter is not asked if no draft of it would pay."""
         record = self._records.get(sequence)
         if record is None:
             record = self._records[sequence] = _Record(self._limits.draft_length)
@@ -185,7 +184,7 @@ class Speculation:
             record.longest, record.num_idle = 1, 0
         if self._acceptance.best_chance(record.own) * (1 if record.last else MARGIN) <= least_chance:
             return _Offer(record, ())
-        drafts = self._drafts(sequence, min(record.longest, self._longest, self._most(sequence)))
+        drafts = self._drafts(sequence, min(record.longest, longest, self._most(sequence)))
         if drafts:
             record.evidence = self._drafter.evidence(sequence)
         return _Offer(record, drafts)
