@@ -6,11 +6,12 @@ what could be had are of one run each, with times that are off by some percent, 
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
 from drafting import WRONG_DRAFT
-from virtual_costs import COSTS, Chancy, Measured, always_dear, counted, measure, reading_weights, recorded, two_cores
+from virtual_costs import COSTS, Chancy, Measured, Text, always_dear, counted, measure, reading_weights, recorded, two_cores
 
 from engine.drafters import Drafter, ngram
 from engine.sequence import Sequence
@@ -83,6 +84,29 @@ def test_what_is_always_mistaken_costs_next_to_nothing(cost, batch_size, text):
     texts = [recorded(text)[index % 8] for index in range(max(8, 2 * batch_size))]
     none = measured(batch_size, COSTS[cost], None, texts)
     adaptive = measured(batch_size, COSTS[cost], Mistaken(), texts, draft_length=8, noise=0.03, drift=0.05)
+    assert adaptive.num_drafts > 0 and adaptive.num_right == 0
+    assert adaptive.rate >= 0.98 * none.rate
+
+
+def stuttering(num_texts: int, num_tokens: int = 1200) -> list[Text]:
+    """One token again and again, now and then another one: always there is a guess, for which little or much speaks."""
+    chance, texts = random.Random(1), list[Text]()
+    for _ in range(num_texts):
+        answer = [100 + index if chance.random() < 0.08 else 5 for index in range(num_tokens)]
+        texts.append(Text((5,) * 4, tuple(answer)))
+    return texts
+
+
+@pytest.mark.parametrize("draft_ms", [0.5, 2, 5, 10])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_so_does_what_is_always_mistaken_however_much_speaks_for_it(batch_size, draft_ms):
+    """A draft takes up to half a step."""
+
+    def cost(_, num_drafts: int, __: int = 0) -> float:
+        return 20 + draft_ms * num_drafts
+
+    none = measured(batch_size, cost, None, stuttering(batch_size))
+    adaptive = measured(batch_size, cost, Mistaken(), stuttering(batch_size))
     assert adaptive.num_drafts > 0 and adaptive.num_right == 0
     assert adaptive.rate >= 0.98 * none.rate
 

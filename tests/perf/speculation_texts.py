@@ -43,7 +43,9 @@ def record(file: Path, model: str, num_texts: int) -> None:
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def replay(lengths: list[int], batches: list[int], num_seeds: int, noise: float, drift: float, only: str) -> None:
+def replay(
+    lengths: list[int], batches: list[int], num_seeds: int, noise: float, drift: float, only: str, per_place: int
+) -> None:
     """Prints the table."""
     models = {"model .9": 0.9, "model .6": 0.6, "never": 0.0}
     sets = {name: recorded(name) for name in SETS} | dict.fromkeys(models, counted(8, ANSWER_TOKENS))
@@ -53,7 +55,7 @@ def replay(lengths: list[int], batches: list[int], num_seeds: int, noise: float,
             if only and only not in (name, cost_name):
                 continue
             for batch_size in batches:
-                queue: list[Text] = [texts[index % len(texts)] for index in range(max(8, 2 * batch_size))]
+                queue: list[Text] = [texts[index % len(texts)] for index in range(max(8, per_place * batch_size))]
 
                 def drafter(seed: int, name: str = name) -> ngram.Drafter | Chancy:
                     if name not in models:
@@ -91,13 +93,14 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.03)
     parser.add_argument("--drift", type=float, default=0.1)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--per-place", type=int, default=2, help="replay: answers one after the other in each place")
     parser.add_argument("--only", default="", help="replay: one cost or set")
     given = parser.parse_args()
     if given.kind == "record":
         record(given.file, given.model, given.num_texts)
     else:
         numbers = [[int(text) for text in each.split(",")] for each in (given.lengths, given.batches)]
-        replay(*numbers, given.seeds, given.noise, given.drift, given.only)
+        replay(*numbers, given.seeds, given.noise, given.drift, given.only, given.per_place)
 
 
 if __name__ == "__main__":
