@@ -31,23 +31,25 @@ DRAIN_TIMEOUT_S = 5.0
 WARM_UP = (16, 4)
 """Tokens of prompt and answer of the request that goes first."""
 SHOW_EVERY_S = 0.2
+PLAIN_EVERY_S = 15.0
+"""The same where there is no terminal."""
 MIXED = {"num_prefill": 0, "num_decode": 0, "num_mixed": 1}
 
 
 class Ticker:
-    """One line on a terminal that says what is going on; nothing elsewhere."""
+    """One line on a terminal that says what is going on; elsewhere a plain one now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._live = stream.isatty()
-        self._shown_s = 0.0
+        self._shown_s = 0.0 if self._live else time.monotonic()
 
     def show(self, text: Callable[[], str]) -> None:
         """Shows `text`, unless something was shown just now."""
         now_s = time.monotonic()
-        if self._live and now_s - self._shown_s >= SHOW_EVERY_S:
+        if now_s - self._shown_s >= (SHOW_EVERY_S if self._live else PLAIN_EVERY_S):
             self._shown_s = now_s
-            self._stream.write(f"\r\x1b[2K{text()[:100]}")
+            self._stream.write(f"\r\x1b[2K{text()[:100]}" if self._live else f"{text()}\n")
             self._stream.flush()
 
     def say(self, text: str) -> None:

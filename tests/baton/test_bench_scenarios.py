@@ -7,6 +7,7 @@ import io
 import json
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transports_here import WHY_NO_MOONCAKE
 from baton.bench import plot
 from baton.bench.command import SCENARIOS, bench
 from baton.bench.options import BenchConfig, ScenarioName
+from baton.bench.scenario import Ticker
 from runtime import config as configuration
 from runtime.errors import BatonError, ConfigError, Overloaded
 
@@ -272,3 +274,19 @@ def test_a_picture_without_the_library_is_refused_before_anything_starts(monkeyp
     monkeypatch.setattr(plot.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="matplotlib is not installed"):
         asyncio.run(bench(options("throughput", "--plot=picture.png"), io.StringIO()))
+
+
+@pytest.mark.parametrize(("is_live", "shown"), [(True, ["0", "1", "2", "3"]), (False, ["2\n", "3\n"])])
+def test_what_is_going_on_is_said_on_a_terminal_at_once_and_elsewhere_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, is_live: bool, shown: list[str]
+) -> None:
+    times_s, stream = [100.0], io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_live)
+    monkeypatch.setattr("baton.bench.scenario.time", SimpleNamespace(monotonic=lambda: times_s[-1]))
+    ticker = Ticker(stream)
+    for text, time_s in (("0", 101.0), ("1", 114.5), ("2", 115.0), ("3", 130.5)):
+        times_s.append(time_s)
+        ticker.show(lambda text=text: text)  # type: ignore[misc]
+        ticker.show(lambda: "too soon")
+    begin = "\r\x1b[2K" if is_live else ""
+    assert stream.getvalue() == begin + begin.join(shown)
