@@ -18,7 +18,6 @@ from transports_here import needs_mooncake
 from baton import Completion
 
 CONFIGURATIONS = {
-    "chunk 64": ("shm", "--chunk-size=64"),
     "chunk 16, grpc": ("grpc", "--chunk-size=16", "--kv-transports=grpc"),
     "chunk 64, mooncake": ("mooncake", "--chunk-size=64", "--kv-transports=mooncake", "--trusted-transfer-network"),
     "mixed": ("", "--num-prefill=0", "--num-decode=0", "--num-mixed=1"),

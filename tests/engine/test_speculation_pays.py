@@ -11,7 +11,18 @@ from itertools import pairwise
 
 import pytest
 from drafting import WRONG_DRAFT
-from virtual_costs import COSTS, Chancy, Measured, Text, always_dear, counted, measure, reading_weights, recorded, two_cores
+from virtual_costs import (
+    COSTS,
+    Chancy,
+    Measured,
+    Text,
+    always_dear,
+    counted,
+    measure,
+    reading_weights,
+    recorded,
+    two_cores,
+)
 
 from engine.drafters import Drafter, ngram
 from engine.sequence import Sequence
@@ -20,6 +31,7 @@ NUM_TOKENS = 400
 WARM_UP_STEPS = 20
 """First steps of a worker, in which times become known; they are not measured."""
 LENGTHS = (1, 2, 3, 5, 8)
+"""Fixed ones to compare with. Where nothing comes true the shortest is the best of them."""
 
 
 def measured(batch_size, cost, drafter: Drafter | None, texts=None, **options) -> Measured:
@@ -33,7 +45,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_length_and_never_slower_than_none
     none = measured(batch_size, COSTS[cost], None)
     fixed = [
         measured(batch_size, COSTS[cost], Chancy(lambda *_: rate), is_fixed=True, draft_length=length).rate
-        for length in LENGTHS
+        for length in (LENGTHS if rate else LENGTHS[:1])
     ]
     adaptive = measured(batch_size, COSTS[cost], Chancy(lambda *_: rate), draft_length=8)
     assert adaptive.rate >= 0.98 * none.rate
@@ -48,7 +60,7 @@ def test_so_it_is_where_a_model_drafts(cost, batch_size, rate):
     none = measured(batch_size, COSTS[cost], None)
     fixed = [
         measured(batch_size, COSTS[cost], Chancy(lambda *_: rate, True), is_fixed=True, draft_length=length).rate
-        for length in LENGTHS
+        for length in (LENGTHS if rate else LENGTHS[:1])
     ]
     adaptive = measured(batch_size, COSTS[cost], Chancy(lambda *_: rate, True), draft_length=8)
     assert adaptive.rate >= 0.98 * none.rate

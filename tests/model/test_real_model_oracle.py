@@ -18,7 +18,7 @@ from served import Served
 from router.tokenizer import load_tokenizer
 from runtime.checkpoint import open_checkpoint
 
-LENGTHS = [5, 15, 16, 17, 31, 48, 64, 65, 100, 128, 150, 200, 255, 256, 300, 400, 512, 513, 1000, 1500]
+LENGTHS = [5, 15, 16, 17, 31, 48, 64, 65, 100, 128, 150, 200, 255, 256, 300, 400, 512, 513, 700, 1025]
 """On and beside the edges of blocks and chunks."""
 ALONE = slice(None, None, 4)
 """Prompts that the model is asked without the service."""
