@@ -34,6 +34,8 @@ ACCEPT_S = 10.0
 """How long prefill may take to accept, which it does before it computes anything."""
 LAST_TOKENS_S = 10.0
 """How long decode's last tokens may come after its final record."""
+REPORT_S = 1.0
+"""How long prefill's report may come after decode's final record, before the answer ends without it."""
 VERDICT_S = 1.0
 """How long decode may take to notice that its source has gone, before the attempt is given up."""
 DEADLINE_MARGIN_S = 0.5
@@ -72,7 +74,7 @@ class Served:
     record: worker_pb2.DecodeRunResponse
     """Decode's final record."""
     first_token: worker_pb2.PrefillFirstToken | None
-    """Prefill's report; None where decode prefilled."""
+    """Prefill's report; None where decode prefilled, or if it never came."""
 
 
 @dataclass(slots=True)
@@ -110,6 +112,8 @@ class Attempt:
     _finishing: asyncio.Task[None] | None = None
     _giving_up: asyncio.TimerHandle | None = None
     _accepted: asyncio.Future[worker_pb2.PrefillAccepted] = field(default_factory=_new_future)
+    _reported: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with prefill's report, or once there will be none."""
     _verdict: asyncio.Future[worker_pb2.DecodeRunResponse] = field(default_factory=_new_future)
     """Decode's final record, or the first reason why there will be none."""
 
@@ -134,6 +138,7 @@ class Attempt:
                 record = await self._verdict
                 if record.outcome != worker_pb2.OUTCOME_FINISHED:
                     raise await self._failed(record)
+                await self._report_of_prefill()
                 return Served(record, self.marks.first_token)
         finally:
             self.decode.num_assigned -= 1
@@ -256,10 +261,20 @@ class Attempt:
                         self._prompt_is_computed()
                         self._add(event.first_token.token)
                         self.marks.first_token, self.marks.computed_s = event.first_token, time.monotonic()
+                        self._reported.set()
             finally:
                 call.cancel()
 
+    async def _report_of_prefill(self) -> None:
+        """Decode's record may overtake it, most easily where the answer is a single token, which both have at once. It
+        says what of the prompt was cached and how long the rest took."""
+        if self.prefill is not None and not self._reported.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._reported.wait()
+
     def _on_prefill_ended(self, prefilling: asyncio.Task[None]) -> None:
+        self._reported.set()
         if prefilling.cancelled():
             return
         error = prefilling.exception()
@@ -270,6 +285,7 @@ class Attempt:
 
     def _on_prefill_lost(self) -> None:
         assert self.prefill is not None
+        self._reported.set()
         self._source_is_gone(_lost(self.prefill))
 
     def _source_is_gone(self, error: BaseException) -> None:

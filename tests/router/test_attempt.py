@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_workers import (
+    LIMIT_S,
     PROMPT,
     FakeWorker,
     accepted,
@@ -69,6 +70,49 @@ async def test_a_first_token_that_overtakes_decode_is_not_part_of_its_input() ->
         await both.run(answer)
         assert both.d.decodes[0].attempt == both.p.prefills[0].attempt
         assert bytes(answer.token_ids) == b"abcdef"
+
+
+async def reporting_late(worker: FakeWorker, request: Any) -> AsyncIterator[Any]:
+    yield accepted(worker)
+    worker.reached.set()
+    await worker.may_go_on.wait()
+    report = first_token(request, ord("a"))
+    report.first_token.cached_tokens = 3
+    yield report
+
+
+async def test_decodes_record_may_overtake_prefills_report_which_is_waited_for() -> None:
+    async with pair(reporting_late) as both:
+        attempt = both.attempt(answer := answer_of(1))
+        running = asyncio.create_task(attempt.run())
+        async with asyncio.timeout(LIMIT_S):
+            await answer.complete.wait()
+        assert attempt.marks.record is not None and not running.done()
+        both.p.may_go_on.set()
+        served = await running
+        assert served.first_token is not None and served.first_token.cached_tokens == 3
+        assert bytes(answer.token_ids) == b"a", "it is there once"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_an_answer_ends_without_a_report_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    async def ending(worker: FakeWorker, request: Any) -> AsyncIterator[Any]:
+        yield accepted(worker)
+        await worker.may_go_on.wait()
+        raise Unavailable("it goes")
+
+    monkeypatch.setattr(attempts, "REPORT_S", 100 * LIMIT_S if is_lost else 0.05)
+    async with pair(ending) as both:
+        running = asyncio.create_task(both.run(answer := answer_of()))
+        async with asyncio.timeout(LIMIT_S):
+            await answer.complete.wait()
+        if is_lost:
+            both.p.may_go_on.set()
+        served = await running
+        both.p.may_go_on.set()
+        assert served.first_token is None and served.record.outcome == worker_pb2.OUTCOME_FINISHED
 
 
 # Prefill

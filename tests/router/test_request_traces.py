@@ -215,14 +215,9 @@ async def test_text_stays_out_unless_it_is_asked_for() -> None:
         assert facts["gen_ai.request.stop_sequences"] == ("never said",)
 
 
-def request_trace() -> RequestTrace:
-    """Of a request that arrives now."""
-    return RequestTrace(time.monotonic(), context=TraceContext(7, 8))
-
-
-async def built(dispatcher: Dispatcher, num_tokens: int, trace: RequestTrace | None = None) -> Trace:
+async def built(dispatcher: Dispatcher, num_tokens: int) -> Trace:
     """The trace of a request that a dispatcher serves."""
-    trace, answer = trace or request_trace(), answer_of(num_tokens)
+    trace, answer = RequestTrace(time.monotonic(), context=TraceContext(7, 8)), answer_of(num_tokens)
     trace.answer, trace.placed_s = answer, trace.arrived_s
     async with asyncio.timeout(LIMIT_S):
         await dispatcher.serve(answer, None, trace)
@@ -288,16 +283,8 @@ async def test_kv_that_was_given_to_others_is_nobodys_fault() -> None:
 
 async def test_workers_of_an_older_version_report_no_timeline() -> None:
     """Their durations alone are in their messages."""
-    noted = request_trace()
-
-    async def after_prefill(worker: FakeWorker, request: Any) -> worker_pb2.DecodeRunResponse:
-        """A real one waits for its KV: then the router has long been told of the first token."""
-        while noted.answer is None or not noted.answer.token_ids:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        return await good_decode(worker, request)
-
-    async with system(p(), d(script=after_prefill)) as s:
-        trace = await built(s.dispatcher, 6, noted)
+    async with system(p(), d()) as s:
+        trace = await built(s.dispatcher, 6)
         assert [span.name for span in trace.spans if span.instance in ("p", "d")] == [
             "prefill.queue",
             "prefill",
