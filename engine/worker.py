@@ -124,7 +124,8 @@ class Worker:
         make_role: Callable[[WorkerParts], RoleService],
         on_told: Callable[[float], None] = lambda limit_s: None,
     ) -> None:
-        """`on_told` is called when it has been told to end, with the seconds that this may take."""
+        """`on_told` is called when it has been told to end, with the seconds that this may take; again when it has
+        drained."""
         self._config = config
         self._on_told = on_told
         self._role_name = role
@@ -267,6 +268,7 @@ class Worker:
                 return 0
             num_evicted = await running.service.drain(self._config.drain_timeout_s)
             LOG.info("drained, %d attempts given back", num_evicted)
+            self._on_told(END_GRACE_S)  # what a shorter drain has left of its time is not for the end
             return 0
         finally:
             await _cancel(told)

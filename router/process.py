@@ -102,6 +102,7 @@ async def _run(config: RouterConfig, router_id: str, model: TextModel, status: S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(config.drain_timeout_s):
                 await service.idle.wait()
+        end_by_force(END_GRACE_S)  # what a shorter drain has left of its time is not for the end
         service.refuse_waiting()
         running.server.ends_with_process = True
     end_process(0)

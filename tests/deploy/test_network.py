@@ -106,6 +106,8 @@ class Local:
     """By component."""
     ports: dict[str, int]
     """Where each listens."""
+    folder: Path
+    """What each says, by its name."""
 
     def connections(self) -> set[tuple[str, str]]:
         """Who is connected to whose port now."""
@@ -142,7 +144,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
             probe = next(containers(deployed.workloads[role]))["readinessProbe"]["grpc"]
             assert probe["port"] == PORTS[role]
             wait_until_ready(ports[role], probe["service"])
-        yield Local(processes, ports)
+        yield Local(processes, ports, folder)
 
 
 def as_process(deployed: Variant, role: str, ports: dict[str, int]) -> tuple[list[str], dict[str, str]]:
@@ -234,4 +236,6 @@ def test_pods_end_in_time(local: Local) -> None:
     for role in ("decode", "prefill", "router"):
         local.processes[role].send_signal(signal.SIGTERM)
         grace_s = pod_spec(deployed.workloads[role])["terminationGracePeriodSeconds"]
-        assert local.processes[role].wait(grace_s - config_of(deployed, role).drain_timeout_s) == 0
+        # One that does not end by itself says before that where it waits.
+        code = local.processes[role].wait(grace_s - config_of(deployed, role).drain_timeout_s)
+        assert code == 0, (local.folder / role).read_text()

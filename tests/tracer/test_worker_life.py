@@ -31,7 +31,7 @@ from kvstore.memory import PoolMemoryFull
 from prefill_svc.service import PrefillService
 from protos import worker_pb2
 from runtime.errors import BatonError, ConfigError
-from runtime.status import Report, StatusReporter, parse_report
+from runtime.status import END_GRACE_S, Report, StatusReporter, parse_report
 
 LONG = (PROMPT * 40)[:3000]
 
@@ -43,7 +43,9 @@ class Process:
         self._read, self._write = os.pipe()
         self.running: RunningWorker
         self.roles: list[Any] = []
-        worker = Worker(config(**changes), "mixed", "w", StatusReporter(self._write), self._make)
+        self.limits_s: list[float] = []
+        """Within which it is to end, as it says that."""
+        worker = Worker(config(**changes), "mixed", "w", StatusReporter(self._write), self._make, self.limits_s.append)
         self.ended = asyncio.create_task(worker.run())
         self._lines = os.fdopen(self._read)
 
@@ -64,13 +66,14 @@ class Process:
 
 
 async def test_sigterm_ends_an_idle_worker_with_0():
-    process = Process()
+    process = Process(drain_timeout_s=50.0)
     address = (await process.until("listening")).address
     assert address.startswith("127.0.0.1:")
     await process.until("ready")
     os.kill(os.getpid(), signal.SIGTERM)
     await process.until("draining")
     assert await asyncio.wait_for(process.ended, LIMIT_S) == 0
+    assert process.limits_s == [50 + END_GRACE_S, END_GRACE_S], "time that the drain did not need is not for the end"
     process.close()
 
 
