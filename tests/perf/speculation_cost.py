@@ -1,20 +1,25 @@
 """What speculation gives and costs without a service: `python tests/perf/speculation_cost.py [--model M] [--dtype D]`.
 
 CPU milliseconds a token of a decode pool that is driven step by step, scheduler included: without speculation, with a
-fixed number of drafts, and adaptive, in turns; for stories and for code and records, at several batch sizes. Each pool
-is used for all rounds, as a service is, and the first one does not count. Times of steps, from which pools learn, are
-CPU times too. `fixed 0` has a drafter that is never asked; `--drafter wrong` is never right.
-`--steps` prints instead what steps take by their sequences and drafts. Not a test: machines differ.
+fixed number of drafts, and adaptive; for stories and for code and records, at several batch sizes. Each pool is used
+for all rounds, as a service is, and the first one does not count. Within a round always that way steps which has
+the fewest tokens, so that what the machine does meanwhile weighs on all alike. `paired` and `by best` are medians over
+the rounds: against `off`, and against the fixed number that is the best over all rounds, with the least and the most.
+Times of steps, from which pools learn, are CPU times too. `--drafter wrong` is never right.
+`--steps` prints instead what steps take by their sequences and drafts; `--idle` compares, step by step, pools without a
+drafter and with one that may draft nothing, deciding and learning included. Not a test: machines differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +56,18 @@ PROMPT_TOKENS = 128
 
 @dataclass
 class Generated:
-    """A batch that was generated to its end."""
+    """A batch that is generated, after those steps in which it began."""
 
-    cpu_s: float
-    num_tokens: int
-    num_steps: int
-    num_drafts: int
-    num_right: int
-    answers: list[list[int]]
+    sequences: list[Sequence]
+    cpu_s: float = 0.0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_right: int = 0
+
+    @property
+    def answers(self) -> list[list[int]]:
+        return [each.token_ids[len(each.request.prompt_token_ids) :] for each in self.sequences]
 
     @property
     def cost_ms(self) -> float:
@@ -87,8 +96,8 @@ class Pool:
             take_no_time(self._scheduler)
         self._runner = runner if drafter is None else drafter.runner(runner)
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> Generated:
-        """Answers to all prompts at once; what is measured begins when all have begun."""
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[Generated]:
+        """Answers to all prompts at once: what there is after each step, once all have begun; always the same one."""
         sequences = []
         for index, prompt in enumerate(prompts):
             request = Request(index.to_bytes(16, "big"), "r", tuple(prompt), (), sampling)
@@ -96,15 +105,15 @@ class Pool:
             self._scheduler.add(sequences[-1], None)
         while any(each.state is not State.DECODING for each in sequences):
             self._step()
-        drafts, right, cpu_s, num_tokens, num_steps = *self._counts(), 0.0, 0, 0
+        generated, drafts, right = Generated(sequences), *self._counts()
         while self._scheduler.live():
             begun_s = time.process_time()
-            num_tokens += self._step()
-            cpu_s += time.process_time() - begun_s
-            num_steps += 1
-        more_drafts, more_right = self._counts()
-        answers = [each.token_ids[len(prompt) :] for each, prompt in zip(sequences, prompts, strict=True)]
-        return Generated(cpu_s, num_tokens, num_steps, more_drafts - drafts, more_right - right, answers)
+            generated.num_tokens += self._step()
+            generated.cpu_s += time.process_time() - begun_s
+            generated.num_steps += 1
+            more_drafts, more_right = self._counts()
+            generated.num_drafts, generated.num_right = more_drafts - drafts, more_right - right
+            yield generated
 
     def _step(self) -> int:
         plan = self._scheduler.plan(0.0)
@@ -121,15 +130,21 @@ class Pool:
         return (0, 0) if speculation is None else (speculation.num_drafts, speculation.num_accepted)
 
 
-def load(model: str, dtype: str, num_tokens: int, quantization: Any = "none") -> tuple[ModelRunner, Tokenizer]:
-    """A model with room for so many tokens."""
-    checkpoint, ops = open_checkpoint(model), load_ops("cpu")
-    spec = model_spec(checkpoint, dtype)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    memory = PoolMemory(spec.kv_layout(BLOCK_SIZE), num_blocks)
-    memory.commit(num_blocks)
-    runner = ModelRunner(load_model(checkpoint, spec, ops, None, quantization), ops, KVCache(memory))
-    return runner, load_tokenizer(checkpoint)
+class Model:
+    """A model, and its tokenizer."""
+
+    def __init__(self, model: str, dtype: str, quantization: Any = "none") -> None:
+        checkpoint = open_checkpoint(model)
+        self._spec, self._ops = model_spec(checkpoint, dtype), load_ops("cpu")
+        self._decoder = load_model(checkpoint, self._spec, self._ops, None, quantization)
+        self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
+
+    def runner(self, num_tokens: int) -> ModelRunner:
+        """One with room for so many tokens, which is its own."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        memory = PoolMemory(self._spec.kv_layout(BLOCK_SIZE), num_blocks)
+        memory.commit(num_blocks)
+        return ModelRunner(self._decoder, self._ops, KVCache(memory))
 
 
 def print_steps(runner: ModelRunner, batches: list[int], rounds: int) -> None:
@@ -152,28 +167,64 @@ def print_steps(runner: ModelRunner, batches: list[int], rounds: int) -> None:
         print(f"{size:>4} sequences {drafts:>4} drafts {min(times):>8.2f} {statistics.median(times):>8.2f}")
 
 
+def generate_in_step(
+    pools: dict[str, Pool], prompts: list[list[int]], sampling: SamplingParams
+) -> dict[str, Generated]:
+    """All pools at once; always that one steps which has the fewest tokens."""
+    runs = {way: pool.generate(prompts, sampling) for way, pool in pools.items()}
+    found = {way: next(run) for way, run in runs.items()}
+    while runs:
+        way = min(runs, key=lambda each: found[each].num_tokens)
+        if next(runs[way], None) is None:
+            del runs[way]
+    return found
+
+
 def compare(
     ways: dict[str, Callable[[], Pool]], prompts: list[list[int]], sampling: SamplingParams, rounds: int, label: str
 ) -> None:
-    """Generates in all ways in turn and prints a line for each."""
+    """Generates in all ways and prints a line for each."""
     pools = {way: make() for way, make in ways.items()}
-    found: dict[str, list[Generated]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, pool in pools.items():
-            generated = pool.generate(prompts, sampling)
-            if number:
-                found[way].append(generated)
-    plain = found["off"]
-    base_ms = statistics.median(each.cost_ms for each in plain)
-    for way, each in found.items():
-        cost_ms, last = statistics.median(one.cost_ms for one in each), each[-1]
-        ratios = [one.cost_ms / other.cost_ms for one, other in zip(plain, each, strict=True)]
-        equal = sum(mine == other for mine, other in zip(plain[-1].answers, last.answers, strict=True))
+    generate_in_step(pools, prompts, sampling)
+    found = [generate_in_step(pools, prompts, sampling) for _ in range(rounds)]
+
+    def ratios(base: str, way: str) -> list[float]:
+        return [each[base].cost_ms / each[way].cost_ms for each in found]
+
+    fixed = [way for way in ways if way.startswith("fixed")]
+    best = max(fixed, key=lambda way: statistics.median(ratios("off", way)), default="off")
+    for way in ways:
+        last, by_best = found[-1][way], ratios(best, way)
+        equal = sum(mine == other for mine, other in zip(found[-1]["off"].answers, last.answers, strict=True))
         print(
-            f"{label} {way:<10}{cost_ms:>9.2f}{base_ms / cost_ms:>8.3f}{statistics.median(ratios):>8.3f}"
-            f"{last.num_tokens / last.num_steps:>9.2f}{last.num_drafts:>8}{last.num_right:>7} {equal}/{len(prompts)}",
+            f"{label} {way:<10}{statistics.median(each[way].cost_ms for each in found):>9.2f}"
+            f"{statistics.median(ratios('off', way)):>8.3f}{statistics.median(by_best):>9.3f}"
+            f" ({min(by_best):.3f} to {max(by_best):.3f}){last.num_tokens / last.num_steps:>9.2f}{last.num_drafts:>8}"
+            f"{last.num_right:>7} {equal}/{len(prompts)}",
             flush=True,
         )
+
+
+def compare_steps(plain: Pool, idle: Pool, prompts: list[list[int]], sampling: SamplingParams, rounds: int) -> str:
+    """Two ways that take the same steps, each the first of a pair of steps in turn: the median of the ratios of CPU
+    times, each of two pairs, with its 95 % interval, by ranks."""
+    times: dict[Pool, list[float]] = {plain: [], idle: []}
+    for number in range(rounds + 1):
+        runs = {pool: pool.generate(prompts, sampling) for pool in times}
+        spent_s, first, second = dict.fromkeys(times, 0.0), plain, idle
+        while runs:
+            for pool in (first, second):
+                if (generated := next(runs[pool], None)) is None:
+                    del runs[pool]
+                elif number:
+                    times[pool].append(generated.cpu_s - spent_s[pool])
+                    spent_s[pool] = generated.cpu_s
+            first, second = second, first
+    with_s, without_s = (list(map(float.__add__, times[pool][::2], times[pool][1::2])) for pool in (idle, plain))
+    found = sorted(map(float.__truediv__, with_s, without_s))
+    middle, margin = (len(found) - 1) / 2, 0.98 * math.sqrt(len(found))
+    low, high = found[max(0, round(middle - margin))], found[min(len(found) - 1, round(middle + margin))]
+    return f"{statistics.median(found):.4f} ({low:.4f} to {high:.4f}), {len(found)} times two pairs"
 
 
 def main() -> None:
@@ -188,45 +239,50 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batches", default="1,4,16,32")
-    parser.add_argument("--lengths", default="0,1,2,4,8")
+    parser.add_argument("--lengths", default="1,2,3,5,8")
     parser.add_argument("--longest", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", default="story,records")
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--idle", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     batches, lengths = ([int(text) for text in each.split(",") if text] for each in (given.batches, given.lengths))
-    num_tokens = max(batches) * (PROMPT_TOKENS + given.tokens + 48)
-    runner, tokenizer = load(given.model, given.dtype, num_tokens, given.quantization)
+    model, seq_tokens = Model(given.model, given.dtype, given.quantization), PROMPT_TOKENS + given.tokens + 48
     if given.steps:
-        return print_steps(runner, batches, given.rounds)
+        return print_steps(model.runner(max(batches) * seq_tokens), batches, given.rounds)
     sampling = SamplingParams(given.temperature, seed=5, max_tokens=given.tokens, ignore_eos=True)
     config = WorkerConfig(
         model=given.model, dtype=given.dtype, speculation=given.drafter, draft_model_path=given.draft_model_path
     )
-    target = Target(config, runner.cache.layout, runner)
 
     def pool(size: int, name: str, is_fixed: bool = False, **limits: Any) -> Callable[[], Pool]:
         def make() -> Pool:
+            runner = model.runner(size * seq_tokens)
+            target = Target(config, runner.cache.layout, runner)
             drafter = Wrong() if name == "wrong" else None if name == NONE else open_drafter(target)
             return Pool(runner, drafter, size, is_fixed, **limits)
 
         return make
 
-    print(
-        f"{'set':<8}{'batch':>6} {'way':<10}{'ms/token':>9}{'speedup':>8}{'paired':>8}{'tok/step':>9}{'drafts':>8}"
-        f"{'right':>7} equal"
-    )
-    for name in given.sets.split(","):
-        for size in batches:
-            chance = random.Random(size)
-            prompts = [tokenizer.encode(SETS[name](chance), False)[:PROMPT_TOKENS] for _ in range(size)]
-            ways = {
-                "off": pool(size, NONE),
-                "adaptive": pool(size, given.drafter, draft_length=given.longest),
-                **{f"fixed {n}": pool(size, given.drafter, is_fixed=True, draft_length=n) for n in lengths},
-            }
-            compare(ways, prompts, sampling, given.rounds, f"{name:<8}{size:>6}")
+    if not given.idle:
+        print(
+            f"{'set':<8}{'batch':>6} {'way':<10}{'ms/token':>9}{'paired':>8}{'by best':>9}{'':<17}{'tok/step':>9}"
+            f"{'drafts':>8}{'right':>7} equal"
+        )
+    for name, size in itertools.product(given.sets.split(","), batches):
+        chance, label = random.Random(size), f"{name:<8}{size:>6}"
+        prompts = [model.tokenizer.encode(SETS[name](chance), False)[:PROMPT_TOKENS] for _ in range(size)]
+        if given.idle:
+            pools = pool(size, NONE)(), pool(size, given.drafter, draft_length=0)()
+            print(f"{label} {compare_steps(*pools, prompts, sampling, given.rounds)}", flush=True)
+            continue
+        ways = {
+            "off": pool(size, NONE),
+            "adaptive": pool(size, given.drafter, draft_length=given.longest),
+            **{f"fixed {n}": pool(size, given.drafter, is_fixed=True, draft_length=n) for n in lengths},
+        }
+        compare(ways, prompts, sampling, given.rounds, label)
 
 
 if __name__ == "__main__":

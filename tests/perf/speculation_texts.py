@@ -27,17 +27,18 @@ PROMPT_TOKENS, ANSWER_TOKENS, NUM_TEXTS = 128, 160, 8
 
 def record(file: Path, model: str, num_texts: int) -> None:
     """Greedy answers to texts of each set."""
-    from speculation_cost import Pool, load  # brings torch
+    from speculation_cost import Model, Pool  # brings torch
 
     from engine.request import SamplingParams
 
-    runner, tokenizer = load(model, "auto", num_tokens=num_texts * (PROMPT_TOKENS + ANSWER_TOKENS + 32))
+    loaded = Model(model, "auto")
+    runner = loaded.runner(num_texts * (PROMPT_TOKENS + ANSWER_TOKENS + 32))
     found = {}
     for name, make in SETS.items():
         chance = random.Random(1)
-        prompts = [tokenizer.encode(make(chance), False)[:PROMPT_TOKENS] for _ in range(num_texts)]
+        prompts = [loaded.tokenizer.encode(make(chance), False)[:PROMPT_TOKENS] for _ in range(num_texts)]
         sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-        generated = Pool(runner, None, num_texts).generate(prompts, sampling)
+        *_, generated = Pool(runner, None, num_texts).generate(prompts, sampling)
         found[name] = [list(pair) for pair in zip(prompts, generated.answers, strict=True)]
     lines = [f'"{name}": [\n' + ",\n".join(map(json.dumps, texts)) + "\n]" for name, texts in found.items()]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
