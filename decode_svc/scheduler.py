@@ -114,7 +114,7 @@ class DecodeScheduler:
         if self.speculation is not None and not prompts:
             self.speculation.add_to(plan)
         budget = self._outlook.max_tokens(plan, prompts[0]) if prompts else 0
-        fill_shared(plan, prompts, limits.chunk_size, budget, overdue_since_s)
+        fill_shared(plan, prompts, limits.chunk_size, budget, overdue_since_s, self.step_times)
         return plan
 
     def take_fetches(self) -> list[Sequence]:

@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from engine.batch import Batch, SampleRow
 from engine.sequence import Sequence
+from engine.step_time import StepLoad, StepTimes
+
+LOWER_CLASSES_PART = 0.25
+"""By which part a step with prompts of a higher class may become longer for those of lower ones."""
 
 
 class Slice(NamedTuple):  # not a dataclass: one is made for each sequence at every step
@@ -46,6 +50,13 @@ class Plan:
         self.slices.append(Slice(sequence, num_tokens, num_tokens == sequence.num_pending))
         self.num_tokens += num_tokens
 
+    def load(self) -> StepLoad:
+        """What makes the step long, but for drafts."""
+        load = StepLoad()
+        for part in self.slices:
+            load = load.with_slice(part.num_tokens, part.sequence.num_computed)
+        return load
+
     def draft(self, index: int, drafts: tuple[int, ...]) -> None:
         """Has a slice that samples compute drafts as well, for which there are blocks."""
         part = self.slices[index]
@@ -76,7 +87,12 @@ def fill(plan: Plan, sequences: Iterable[Sequence], chunk_size: int, budget: int
 
 
 def fill_shared(
-    plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int, overdue_since_s: float = -math.inf
+    plan: Plan,
+    prompts: list[Sequence],
+    chunk_size: int,
+    budget: int,
+    overdue_since_s: float = -math.inf,
+    step_times: StepTimes | None = None,
 ) -> None:
     """Fills a plan with chunks of prompts, given by rank, up to `budget` tokens.
 
@@ -84,7 +100,9 @@ def fill_shared(
     first, may have half of it, and more as long as they have had no more than it has had: short prompts are not stuck
     behind a long one, and the long one takes at most twice its time. Of what a class of these gets, half belongs to the
     one that has waited longest once it waits since `overdue_since_s` or earlier, so that no stream of shorter ones
-    keeps it out. The rest, equally long as the first or of a lower class, get what these leave.
+    keeps it out. The rest, equally long as the first or of a lower class, get what these leave; but beside a higher
+    class that ranks before them only as much as makes the step longer by `LOWER_CLASSES_PART`, where `step_times` know:
+    who is urgent waits for the whole step.
     """
     if not prompts:
         return
@@ -106,8 +124,24 @@ def fill_shared(
             _fill_beside(plan, longest_waiting, equals, chunk_size, budget)
         fill(plan, equals, chunk_size, budget)
     first.num_yielded += plan.num_tokens - num_before
-    planned = {part.sequence for part in plan.slices}
-    fill(plan, [other for other in others if other not in planned], chunk_size, budget)
+    _fill_rest(plan, prompts, chunk_size, budget, step_times)
+
+
+def _fill_rest(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int, step_times: StepTimes | None) -> None:
+    """Gives what is left to those that have nothing, by rank; see `fill_shared`."""
+    planned, highest = {part.sequence for part in plan.slices}, prompts[0].request.priority
+    others, lower = list[Sequence](), list[Sequence]()
+    for prompt in prompts:
+        if prompt not in planned:
+            (lower if prompt.request.priority < highest else others).append(prompt)
+        highest = max(highest, prompt.request.priority)
+    fill(plan, others, chunk_size, budget)
+    if lower:
+        load, num_tokens = plan.load(), budget - plan.num_tokens
+        if step_times is not None and (step_ms := step_times.predict_ms(load)) is not None:
+            target_ms = (1 + LOWER_CLASSES_PART) * step_ms
+            num_tokens = step_times.num_prompt_tokens_within(target_ms, load, lower[0].num_computed, num_tokens)
+        fill(plan, lower, chunk_size, plan.num_tokens + num_tokens)
 
 
 def _fill_beside(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.batch import Batch
 
@@ -80,6 +80,13 @@ class StepLoad:
             self.num_draft_passes,
         )
 
+    def with_slice(self, num_tokens: int, num_computed: int) -> StepLoad:
+        """The same and so many tokens of a sequence, after `num_computed`: a row where it is one, else a chunk."""
+        if num_tokens > 1:
+            return self.with_chunk(num_tokens, num_computed)
+        num_context_tokens = self.num_context_tokens + num_computed + 1
+        return replace(self, num_sequences=self.num_sequences + 1, num_context_tokens=num_context_tokens)
+
 
 def load_of(batch: Batch) -> StepLoad:
     """What a batch holds."""
@@ -87,14 +94,11 @@ def load_of(batch: Batch) -> StepLoad:
         num_rows, num_passes = batch.num_draft_rows, batch.num_draft_passes
         return StepLoad(batch.num_sequences, sum(batch.context_lens), 0, 0, num_rows, num_passes)
     assert not batch.num_draft_rows, "no prompts beside drafts"
-    load, num_rows, num_context_tokens = StepLoad(), 0, 0
+    load = StepLoad()
     for index, context_len in enumerate(batch.context_lens):
         num_tokens = batch.query_starts[index + 1] - batch.query_starts[index]
-        if num_tokens == 1:
-            num_rows, num_context_tokens = num_rows + 1, num_context_tokens + context_len
-        else:
-            load = load.with_chunk(num_tokens, context_len - num_tokens)
-    return StepLoad(num_rows, num_context_tokens, load.num_prompt_tokens, load.num_prompt_pairs)
+        load = load.with_slice(num_tokens, context_len - num_tokens)
+    return load
 
 
 class StepTimes:

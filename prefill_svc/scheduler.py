@@ -9,7 +9,8 @@
 A prompt gets all its blocks before its first chunk or none, and only prompts with credit start. So no prompt holds
 blocks while it waits for something that another waiting prompt holds.
 
-The prompts of a step share it as `engine.planning.fill_shared` says: a higher class goes first between chunks.
+The prompts of a step share it as `engine.planning.fill_shared` says: a higher class goes first between chunks, and
+steps that it is in are kept short.
 
 A prompt that lacks a seat or blocks takes them back from those of a lower class of which no chunk was computed yet:
 they wait again and lose nothing. What has begun keeps them until it is read: it is what its reader is reading, and to
@@ -34,7 +35,7 @@ class PrefillScheduler:
     def __init__(self, holdings: Holdings, limits: Limits) -> None:
         self.holdings = holdings
         self.limits = limits
-        self.step_times: StepTimes | None = None  # a prefill step delays nobody's tokens
+        self.step_times: StepTimes | None = StepTimes()
         self.totals = Totals()
         self._uncredited: set[Sequence] = set()
         self._lent: dict[Sequence, int] = {}  # tokens whose KV the reader lends; of those that wait
@@ -61,7 +62,9 @@ class PrefillScheduler:
         self._admit(now_s)
         plan, limits = Plan(), self.limits
         overdue_since_s = now_s - limits.max_queue_latency_ms / 1000
-        fill_shared(plan, list(self._running), limits.chunk_size, limits.max_num_tokens, overdue_since_s)
+        fill_shared(
+            plan, list(self._running), limits.chunk_size, limits.max_num_tokens, overdue_since_s, self.step_times
+        )
         return plan
 
     def _admit(self, now_s: float) -> None:

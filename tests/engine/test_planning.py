@@ -11,6 +11,7 @@ from engine.planning import Plan, build_batch, fill, fill_shared
 from engine.ranking import RankedQueue
 from engine.request import Priority
 from engine.sequence import DECODE_MOVES, Sequence
+from engine.step_time import StepLoad, StepTimes
 
 
 def computed(prompt, num_computed, table, **request) -> Sequence:
@@ -114,6 +115,62 @@ def test_halves_go_to_the_first_and_to_those_that_have_waited_too_long(prompts, 
             assert took.get(equals[0], 0) >= min(wanted[equals[0]], got - got // 2)
         below = [each for each in shorter if each.request.priority < priority]
         assert got == sum(wanted[each] for each in equals) or not any(each in took for each in below)
+
+
+def learned_times() -> StepTimes:
+    """Of steps that take 20 ms and 1 for each token of a prompt, whatever else."""
+    times = StepTimes()
+    for num_tokens in [2, 100, 7, 40, 13, 60] * 10:
+        times.observe(StepLoad().with_chunk(num_tokens, 0), 20.0 + num_tokens)
+    return times
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 60), st.sampled_from(list(Priority))), min_size=1, max_size=7),
+    st.integers(2, 40),
+    st.integers(2, 80),
+)
+def test_a_step_with_a_higher_class_is_made_longer_by_a_quarter_at_most(prompts, chunk_size, budget):
+    sequences = [
+        make_sequence(range(length), DECODE_MOVES, float(index), priority=priority)
+        for index, (length, priority) in enumerate(prompts)
+    ]
+    sequences.sort(key=lambda each: -each.request.priority)  # none has waited as long as classes are apart
+    plan, plain = Plan(), Plan()
+    fill_shared(plan, sequences, chunk_size, budget, step_times=learned_times())
+    fill_shared(plain, sequences, chunk_size, budget)
+    highest = sequences[0].request.priority
+    took, without_times = (
+        {part.sequence: part.num_tokens for part in each.slices if part.sequence.request.priority == highest}
+        for each in (plan, plain)
+    )
+    assert took == without_times, "a lower class takes nothing from the highest"
+    step_ms, lower_ms = 20 + sum(took.values()), plan.num_tokens - sum(took.values())
+    assert lower_ms <= 0.26 * step_ms
+    # And no less, while there are tokens and a place for them: two, since one that is left alone is a row.
+    assert lower_ms >= 0.24 * step_ms - 2 or plan.num_tokens == plain.num_tokens
+
+
+def test_lower_classes_fill_the_step_where_that_is_for_nothing_and_where_times_are_not_known():
+    free = StepTimes()
+    for num_tokens in [2, 100, 7, 40, 13, 60] * 10:
+        free.observe(StepLoad().with_chunk(num_tokens, 0), 20.0)
+    for times in (free, StepTimes(), None):
+        plan = Plan()
+        high = make_sequence(range(8), DECODE_MOVES, 1.0, priority=Priority.HIGH)
+        lows = [make_sequence(range(30), DECODE_MOVES, 0.0, priority=Priority.LOW) for _ in range(3)]
+        fill_shared(plan, [high, *lows], 64, 64, step_times=times)
+        assert [part.num_tokens for part in plan.slices] == [8, 30, 26]
+
+
+def test_a_lower_class_that_goes_first_by_its_age_is_not_held_back():
+    old, high = (
+        make_sequence(range(20), DECODE_MOVES, since_s, priority=priority)
+        for since_s, priority in ((0.0, Priority.LOW), (60.0, Priority.HIGH))
+    )
+    plan = Plan()
+    fill_shared(plan, [old, high], 64, 64, step_times=learned_times())
+    assert {part.sequence: part.num_tokens for part in plan.slices} == {old: 20, high: 20}
 
 
 def test_a_batch_does_not_follow_what_happens_to_its_sequences():
