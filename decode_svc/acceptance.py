@@ -16,8 +16,10 @@ from engine.drafters import MAX_EVIDENCE
 
 PRIOR_DRAFTS = 4.0
 """Drafts that weigh as much as what is believed at first of an evidence."""
-PRIOR_OWN = 1.0
-"""Right ones and wrong ones of a sequence's own, each, that weigh as much as what is known of all."""
+PRIOR_OWN = 0.5
+"""Right ones and wrong ones of a sequence's own, each, that weigh as much as what is known of all: so many for each
+sequence that drafts, because the fewer there are, the more is what is known of all known of it alone; within bounds."""
+LEAST_PRIOR_OWN, MOST_PRIOR_OWN = 1.0, 8.0
 KEPT = 0.998
 """Weight of what was known of all, at each step."""
 KEPT_OWN = 0.99
@@ -45,18 +47,17 @@ class Own:
         self.num_wrong *= KEPT_OWN
         self.expected_right *= KEPT_OWN
         self.expected_wrong *= KEPT_OWN
-        self.weigh()
 
-    def weigh(self) -> None:
+    def weigh(self, prior: float) -> None:
         """Takes what was counted into the odds."""
-        right = (self.num_right + PRIOR_OWN) / (self.expected_right + PRIOR_OWN)
-        wrong = (self.num_wrong + PRIOR_OWN) / (self.expected_wrong + PRIOR_OWN)
+        right = (self.num_right + prior) / (self.expected_right + prior)
+        wrong = (self.num_wrong + prior) / (self.expected_wrong + prior)
         self.odds = right / wrong
 
     @property
     def rate(self) -> float:
         """Part of its drafts that came true, a half where nothing is known."""
-        return (self.num_right + PRIOR_OWN) / (self.num_right + self.num_wrong + 2 * PRIOR_OWN)
+        return (self.num_right + 1) / (self.num_right + self.num_wrong + 2)
 
 
 class Acceptance:
@@ -69,9 +70,11 @@ class Acceptance:
         self._num_right = [0.0] * (MAX_EVIDENCE + 1)
         self._num_counted = [0.0] * (MAX_EVIDENCE + 1)
         self._rates, self._best = list(self._first), max(self._first[: self._num_first])
+        self._prior_own = LEAST_PRIOR_OWN
 
-    def fade(self) -> None:
-        """A step begins."""
+    def fade(self, num_sequences: int) -> None:
+        """A step of so many sequences begins."""
+        self._prior_own = min(max(LEAST_PRIOR_OWN, PRIOR_OWN * num_sequences), MOST_PRIOR_OWN)
         self._num_right = [KEPT * count for count in self._num_right]
         self._num_counted = [KEPT * count for count in self._num_counted]
         self._rates = [
@@ -79,6 +82,11 @@ class Acceptance:
             for right, counted, first in zip(self._num_right, self._num_counted, self._first, strict=True)
         ]
         self._best = max(self._rates[: self._num_first])
+
+    def fade_own(self, own: Own) -> None:
+        """The same for what is known of one of them."""
+        own.fade()
+        own.weigh(self._prior_own)
 
     def chance(self, own: Own, evidence: int) -> float:
         """That a draft comes true if all before it do."""
@@ -98,7 +106,7 @@ class Acceptance:
             own.num_wrong += not is_right
             own.expected_right += self._rates[kind]
             own.expected_wrong += 1 - self._rates[kind]
-        own.weigh()
+        own.weigh(self._prior_own)
 
 
 def _by_odds(rate: float, own: Own) -> float:

@@ -109,7 +109,7 @@ class Speculation:
         if self._num_drafting >= (PLAIN_EVERY if self._step_times.is_known else 1):
             self._num_drafting = 0
             return
-        self._acceptance.fade()
+        self._acceptance.fade(len(sequences))
         usual = int(self._usual_length) if self._step_times.is_known else 0
         longest = usual + (1 if self._drafter.has_passes else max(1, FIRST_LENGTH // len(sequences)))
         duration_ms = self._step_times.with_drafts(load)
@@ -176,7 +176,7 @@ class Speculation:
         record = self._records.get(sequence)
         if record is None:
             record = self._records[sequence] = _Record(self._limits.draft_length)
-        record.own.fade()
+        self._acceptance.fade_own(record.own)
         if record.longest == 0:
             record.num_idle += 1
             if record.num_idle < RETRY_STEPS:

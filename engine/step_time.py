@@ -46,9 +46,13 @@ DRAFT_PASS_PART = 0.25
 """The same of a run of a drafting model."""
 BELIEF = 0.0005
 """Weight of that: of a step that holds a full measure of it, 64 drafts or 8 runs, the weight is 1."""
+ABOVE_BELIEF = 0.1
+"""Weight of the belief that rows above FEW_ROWS cost no more than others."""
+FIRST_ABOVE_BELIEF = 2.0
+"""And that the first of them does not: such steps may be few, and each is off by more than drafts cost."""
 
 _NUM_FEATURES = 9  # of a step: 1, what StepLoad counts, draft rows above FEW_ROWS, and whether there are any
-_DRAFT_ROWS, _DRAFT_PASSES = 5, 6  # among them
+_DRAFT_ROWS, _DRAFT_PASSES, _ABOVE, _FIRST_ABOVE = 5, 6, 7, 8  # among them
 _ORDER = (8, 7, 0, 1, 2, 3, 4, 5, 6)  # of a sweep: what many rows cost is not taken for the cost of each
 
 
@@ -181,14 +185,20 @@ class StepTimes:
             self._sums[index] = [keep * known + feature * other for known, other in zip(row, features, strict=True)]
             targets[index] = keep * targets[index] + feature * duration_ms
         plain_ms = sum(map(float.__mul__, coefficients[:_DRAFT_ROWS], features))
-        beliefs = {_DRAFT_ROWS: 64 * plain_ms * _row_part(load), _DRAFT_PASSES: 8 * plain_ms * DRAFT_PASS_PART}
+        beliefs = {
+            _DRAFT_ROWS: (BELIEF, 64 * plain_ms * _row_part(load)),
+            _DRAFT_PASSES: (BELIEF, 8 * plain_ms * DRAFT_PASS_PART),
+            _ABOVE: (ABOVE_BELIEF, 0.0),
+            _FIRST_ABOVE: (FIRST_ABOVE_BELIEF, 0.0),
+        }
         for _ in range(MAX_SWEEPS):
             change_ms = 0.0
             for index in _ORDER:
                 row = self._sums[index]
                 weight, missing = row[index], targets[index] - sum(map(float.__mul__, row, coefficients))
                 if index in beliefs:
-                    weight, missing = weight + BELIEF, missing + BELIEF * (beliefs[index] - coefficients[index])
+                    belief, believed_ms = beliefs[index]
+                    weight, missing = weight + belief, missing + belief * (believed_ms - coefficients[index])
                 if weight > 1e-12:  # else nothing remembered held any of it
                     change = max(-coefficients[index], missing / weight)
                     coefficients[index] += change

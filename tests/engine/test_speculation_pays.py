@@ -68,7 +68,7 @@ def test_so_it_is_where_a_model_drafts(cost, batch_size, rate):
 
 
 @pytest.mark.parametrize("text", ["story", "records"])
-@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize("batch_size", [1, 16, 32])
 @pytest.mark.parametrize("cost", COSTS)
 def test_so_it_is_on_what_a_model_said(cost, batch_size, text):
     texts = [recorded(text)[index % 8] for index in range(max(8, 2 * batch_size))]
