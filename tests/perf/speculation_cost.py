@@ -1,8 +1,9 @@
 """What speculation gives and costs without a service: `python tests/perf/speculation_cost.py [--model M] [--dtype D]`.
 
 CPU milliseconds a token of a decode pool that is driven step by step, scheduler included: without speculation, with a
-fixed number of drafts, and adaptive; for stories and for code and records, at several batch sizes. Each pool is used
-for all rounds, as a service is, and the first one does not count. Within a round always that way steps which has
+fixed number of drafts, and adaptive; for stories and for code and records, at several batch sizes. Each place answers
+`--per-place` texts, one after another, as in a service, and what counts is the time in which all places are taken. The
+same again is a round, in the same pool; the first one does not count. Within a round always that way steps which has
 the fewest tokens, so that what the machine does meanwhile weighs on all alike. `paired` and `by best` are medians over
 the rounds: against `off`, and against the fixed number that is the best over all rounds, with the least and the most.
 Times of steps, from which pools learn, are CPU times too. `--drafter wrong` is never right.
@@ -37,10 +38,10 @@ from engine.config import WorkerConfig
 from engine.drafters import NONE, Drafter, Target, ngram, open_drafter
 from engine.holdings import Holdings
 from engine.model_runner import ModelRunner, load_model, model_spec
-from engine.planning import build_batch, take_drafts
-from engine.request import Request, SamplingParams
+from engine.planning import Plan, build_batch, take_drafts
+from engine.request import Request, Sample, SamplingParams
 from engine.scheduling import Limits
-from engine.sequence import DECODE_MOVES, Sequence, State
+from engine.sequence import DECODE_MOVES, Sequence
 from engine.step_time import load_of
 from kernels import load_ops
 from kvstore.blocks import BlockPool
@@ -56,7 +57,7 @@ PROMPT_TOKENS = 128
 
 @dataclass
 class Generated:
-    """A batch that is generated, after those steps in which it began."""
+    """What is generated while all places are taken, and for whom."""
 
     sequences: list[Sequence]
     cpu_s: float = 0.0
@@ -91,39 +92,57 @@ class Pool:
             BlockPool(runner.cache.keys[0].shape[0]), PrefixHasher("model", "layout", BLOCK_SIZE), BLOCK_SIZE
         )
         most = Limits(max_model_len=4096, max_num_seqs=num_seqs, max_num_tokens=1024, chunk_size=512, **limits)
-        self._scheduler = DecodeScheduler(holdings, most, 0, drafter=drafter)
+        self._scheduler = DecodeScheduler(holdings, most, 1 << 30, drafter=drafter)
         if is_fixed:
             take_no_time(self._scheduler)
         self._runner = runner if drafter is None else drafter.runner(runner)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[Generated]:
-        """Answers to all prompts at once: what there is after each step, once all have begun; always the same one."""
+        """Answers to all prompts, as many at once as there are places: what there is after each step, for as long as
+        all places are taken; always the same one. What prompts take does not count: another worker has computed them.
+        """
         sequences = []
         for index, prompt in enumerate(prompts):
             request = Request(index.to_bytes(16, "big"), "r", tuple(prompt), (), sampling)
             sequences.append(Sequence(request, DECODE_MOVES, 0.0))
-            self._scheduler.add(sequences[-1], None)
-        while any(each.state is not State.DECODING for each in sequences):
-            self._step()
-        generated, drafts, right = Generated(sequences), *self._counts()
+            self._scheduler.add(sequences[-1], "another worker")
+        generated, counts = Generated(sequences), self._counts()
         while self._scheduler.live():
-            begun_s = time.process_time()
-            generated.num_tokens += self._step()
-            generated.cpu_s += time.process_time() - begun_s
-            generated.num_steps += 1
-            more_drafts, more_right = self._counts()
-            generated.num_drafts, generated.num_right = more_drafts - drafts, more_right - right
-            yield generated
+            cpu_s, plan, num_tokens = self._step()
+            if len(plan.slices) == self._scheduler.limits.max_num_seqs:
+                generated.cpu_s += cpu_s
+                generated.num_tokens += num_tokens
+                generated.num_steps += 1
+                generated.num_drafts, generated.num_right = map(int.__sub__, self._counts(), counts)
+                yield generated
 
-    def _step(self) -> int:
-        plan = self._scheduler.plan(0.0)
-        batch = build_batch(plan, BLOCK_SIZE, ())
+    def _step(self) -> tuple[float, Plan, int]:
+        """CPU seconds, what was planned, and how many tokens came of it."""
         begun_s = time.process_time()
+        plan = self._scheduler.plan(0.0)
+        planned_s = time.process_time()
+        for sequence in self._scheduler.take_fetches():
+            self._scheduler.received(sequence)
+            self._scheduler.fetched(sequence, self._prefill(sequence), 0.0)
+        if not plan.slices:
+            return 0.0, plan, 0
+        fetched_s = time.process_time()
+        batch = build_batch(plan, BLOCK_SIZE, ())
+        before_s = time.process_time()
         samples = self._runner.run(batch)
         if self._scheduler.step_times is not None:
-            self._scheduler.step_times.observe(load_of(batch), 1000 * (time.process_time() - begun_s))
+            self._scheduler.step_times.observe(load_of(batch), 1000 * (time.process_time() - before_s))
         take_drafts(plan, batch, 0.0)
-        return len(self._scheduler.commit(plan, samples, 0.0))
+        num_tokens = len(self._scheduler.commit(plan, samples, 0.0))
+        return time.process_time() - fetched_s + planned_s - begun_s, plan, num_tokens
+
+    def _prefill(self, sequence: Sequence) -> Sample:
+        """Computes a prompt and answers the first token."""
+        plan = Plan()
+        plan.add(sequence, sequence.num_pending)
+        (sample,) = self._runner.run(build_batch(plan, BLOCK_SIZE, ()))
+        self._scheduler.holdings.unpin(sequence)
+        return sample
 
     def _counts(self) -> tuple[int, int]:
         speculation = self._scheduler.speculation
@@ -241,7 +260,8 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,32")
     parser.add_argument("--lengths", default="1,2,3,5,8")
     parser.add_argument("--longest", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--per-place", type=int, default=3)
     parser.add_argument("--sets", default="story,records")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--idle", action="store_true")
@@ -272,7 +292,8 @@ def main() -> None:
         )
     for name, size in itertools.product(given.sets.split(","), batches):
         chance, label = random.Random(size), f"{name:<8}{size:>6}"
-        prompts = [model.tokenizer.encode(SETS[name](chance), False)[:PROMPT_TOKENS] for _ in range(size)]
+        texts = [SETS[name](chance) for _ in range(size * given.per_place)]
+        prompts = [model.tokenizer.encode(text, False)[:PROMPT_TOKENS] for text in texts]
         if given.idle:
             pools = pool(size, NONE)(), pool(size, given.drafter, draft_length=0)()
             print(f"{label} {compare_steps(*pools, prompts, sampling, given.rounds)}", flush=True)
