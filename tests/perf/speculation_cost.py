@@ -137,7 +137,8 @@ class Pool:
         return time.process_time() - fetched_s + planned_s - begun_s, plan, num_tokens
 
     def _prefill(self, sequence: Sequence) -> Sample:
-        """Computes a prompt and answers the first token."""
+        """Computes a prompt, of which all may be cached but its last token, and answers the first token."""
+        sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
         plan = Plan()
         plan.add(sequence, sequence.num_pending)
         (sample,) = self._runner.run(build_batch(plan, BLOCK_SIZE, ()))
