@@ -56,6 +56,9 @@ class NoTime:
     def with_drafts(self, load: object) -> Callable[[int, int], float]:
         return lambda num_drafts, num_passes: 1.0
 
+    def predict_ms(self, load: object) -> float | None:
+        return None  # nothing is known of prompts, which other tests are about
+
     def observe(self, load: object, duration_ms: float) -> None:
         pass
 

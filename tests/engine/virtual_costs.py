@@ -56,7 +56,12 @@ def always_dear(num_sequences: int, num_drafts: int, num_passes: int = 0) -> flo
     return 2 + 1.0 * (num_sequences + num_drafts) + num_passes * (2 + num_sequences)
 
 
-COSTS: dict[str, Cost] = {"reading weights": reading_weights, "two cores": two_cores, "half as dear": rows_half_as_dear, "always dear": always_dear}
+COSTS: dict[str, Cost] = {
+    "reading weights": reading_weights,
+    "two cores": two_cores,
+    "half as dear": rows_half_as_dear,
+    "always dear": always_dear,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,10 +242,11 @@ def resident_bytes() -> int:
 
 @pytest.fixture
 def mapped_tensors() -> Iterator[None]:
-    """Memory of each large tensor goes back to the system at once. What others have freed before would be used again
-    otherwise, where the allocator has not given it back."""
+    """Memory of each large tensor goes back to the system at once, and what others have freed before goes now: it would
+    be used again otherwise."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+    libc.malloc_trim(0)
     yield
     libc.mallopt(M_MMAP_THRESHOLD, 2**25)
 
