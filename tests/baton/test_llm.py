@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -95,6 +96,7 @@ def _children() -> set[int]:
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
         children = {int(word) for word in file.read().split()}
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+        # A thread that has ended meanwhile has left its children to others.
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
             children |= {int(word) for word in file.read().split()}
     return children
