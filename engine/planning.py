@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from engine.batch import Batch, SampleRow
 from engine.sequence import Sequence
-from engine.step_time import StepLoad, StepTimes
+from engine.step_time import StepTimes, load_of_slices
 
 LOWER_CLASSES_PART = 0.25
 """By which part a step with prompts of a higher class may become longer for those of lower ones."""
@@ -49,13 +49,6 @@ class Plan:
         sequence.num_pins += 1
         self.slices.append(Slice(sequence, num_tokens, num_tokens == sequence.num_pending))
         self.num_tokens += num_tokens
-
-    def load(self) -> StepLoad:
-        """What makes the step long, but for drafts."""
-        load = StepLoad()
-        for part in self.slices:
-            load = load.with_slice(part.num_tokens, part.sequence.num_computed)
-        return load
 
     def draft(self, index: int, drafts: tuple[int, ...]) -> None:
         """Has a slice that samples compute drafts as well, for which there are blocks."""
@@ -136,12 +129,14 @@ def _fill_rest(plan: Plan, prompts: list[Sequence], chunk_size: int, budget: int
             (lower if prompt.request.priority < highest else others).append(prompt)
         highest = max(highest, prompt.request.priority)
     fill(plan, others, chunk_size, budget)
-    if lower:
-        load, num_tokens = plan.load(), budget - plan.num_tokens
-        if step_times is not None and (step_ms := step_times.predict_ms(load)) is not None:
+    if lower and step_times is not None:
+        load = load_of_slices((part.num_tokens, part.sequence.num_computed) for part in plan.slices)
+        step_ms, left = step_times.predict_ms(load), budget - plan.num_tokens
+        if step_ms is not None:
             target_ms = (1 + LOWER_CLASSES_PART) * step_ms
-            num_tokens = step_times.num_prompt_tokens_within(target_ms, load, lower[0].num_computed, num_tokens)
-        fill(plan, lower, chunk_size, plan.num_tokens + num_tokens)
+            left = step_times.num_prompt_tokens_within(target_ms, load, lower[0].num_computed, left)
+        budget = plan.num_tokens + left
+    fill(plan, lower, chunk_size, budget)
 
 
 def _fill_beside(

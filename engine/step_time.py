@@ -11,8 +11,9 @@ lasting change is followed within some hundred steps. `predict_ms` answers None 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 
 from engine.batch import Batch
 
@@ -84,12 +85,17 @@ class StepLoad:
             self.num_draft_passes,
         )
 
-    def with_slice(self, num_tokens: int, num_computed: int) -> StepLoad:
-        """The same and so many tokens of a sequence, after `num_computed`: a row where it is one, else a chunk."""
-        if num_tokens > 1:
-            return self.with_chunk(num_tokens, num_computed)
-        num_context_tokens = self.num_context_tokens + num_computed + 1
-        return replace(self, num_sequences=self.num_sequences + 1, num_context_tokens=num_context_tokens)
+
+def load_of_slices(slices: Iterable[tuple[int, int]]) -> StepLoad:
+    """What a step without drafts holds, by the tokens of each sequence and those computed before: a row where it is one
+    token, else a chunk."""
+    load, num_rows, num_context_tokens = StepLoad(), 0, 0
+    for num_tokens, num_computed in slices:
+        if num_tokens == 1:
+            num_rows, num_context_tokens = num_rows + 1, num_context_tokens + num_computed + 1
+        else:
+            load = load.with_chunk(num_tokens, num_computed)
+    return StepLoad(num_rows, num_context_tokens, load.num_prompt_tokens, load.num_prompt_pairs)
 
 
 def load_of(batch: Batch) -> StepLoad:
@@ -98,11 +104,9 @@ def load_of(batch: Batch) -> StepLoad:
         num_rows, num_passes = batch.num_draft_rows, batch.num_draft_passes
         return StepLoad(batch.num_sequences, sum(batch.context_lens), 0, 0, num_rows, num_passes)
     assert not batch.num_draft_rows, "no prompts beside drafts"
-    load = StepLoad()
-    for index, context_len in enumerate(batch.context_lens):
-        num_tokens = batch.query_starts[index + 1] - batch.query_starts[index]
-        load = load.with_slice(num_tokens, context_len - num_tokens)
-    return load
+    lengths = [end - begin for begin, end in pairwise(batch.query_starts)]
+    computed = map(int.__sub__, batch.context_lens, lengths)
+    return load_of_slices(zip(lengths, computed, strict=True))
 
 
 class StepTimes:
